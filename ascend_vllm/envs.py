@@ -79,7 +79,7 @@ def pp_layer_partition() -> str | None:
 
 
 def cache_root() -> pathlib.Path:
-    """`VLLM_CACHE_ROOT`: where the demo model is kept; default ~/.cache/ascend_vllm."""
+    """`VLLM_CACHE_ROOT`: where the demo model and measurements of kernels are kept; default ~/.cache/ascend_vllm."""
     value = os.environ.get("VLLM_CACHE_ROOT")
     if value:
         return pathlib.Path(value).expanduser()

@@ -5,8 +5,10 @@ Kernel and plain torch take turns, call by call, so that both see the same distu
 where it is `scaled_dot_product_attention` of contiguous keys and values.
 
     python benchmarks/bench_ops.py [--op NAME ...] [--dtype bfloat16] [--isa avx2] [--threads 2] [--json FILE]
+    python benchmarks/bench_ops.py --kernel-probe [--dtype bfloat16]
 
-A ratio above 1 means that the kernel is faster.
+A ratio above 1 means that the kernel is faster. --kernel-probe prints what a server measures at its first start on a
+machine to choose instruction sets, and the choice; nothing is kept.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 from comparison.clock import seconds_of
 from tqdm import tqdm
 
-from ascend_vllm.ops import native, registry
+from ascend_vllm.ops import kernel_choice, native, registry
 from ascend_vllm.ops.gemm import pack_weight
 from ascend_vllm.ops.paged import make_paged_problem
 
@@ -223,6 +225,20 @@ def run(names: list[str], dtype: torch.dtype, budget_s: float) -> list[Result]:
     return results
 
 
+def probe_kernels(dtype: torch.dtype) -> None:
+    """Prints the measurement by which a server chooses instruction sets."""
+    isas = kernel_choice.candidates(dtype)
+    timings = kernel_choice.measure(dtype, isas)
+    table = kernel_choice.by_table(isas)
+    choice = kernel_choice.choose(timings, table, kernel_choice.FAMILIES[dtype])
+    print(
+        f"{'us, best of several calls':26}" + "".join(f"{isa:>14}" for isa in isas) + "  chosen        by the table"
+    )
+    for name, calls in timings.items():
+        times = "".join(f"{1e6 * min(calls[isa]):14.1f}" for isa in isas)
+        print(f"{name:26}{times}  {choice[name]:14}{table[name]}")
+
+
 def main() -> None:
     """Parses the command line and prints the table."""
     native.import_op_modules()
@@ -233,7 +249,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="default: as torch chooses")
     parser.add_argument("--budget", type=float, default=0.3, help="seconds per case; default %(default)s")
     parser.add_argument("--json", type=pathlib.Path, help="also write the results here")
+    parser.add_argument("--kernel-probe", action="store_true", help="print the measurement of the kernels' choice")
     args = parser.parse_args()
+    if args.kernel_probe:
+        probe_kernels(getattr(torch, args.dtype))
+        return
     if args.isa:
         native.set_cpu_isa(args.isa)
     if args.threads:

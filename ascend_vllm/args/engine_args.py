@@ -148,7 +148,7 @@ class EngineArgs(EngineFlags):
             cache=cache,
             scheduler=self._scheduler_config(arch, longest, block_size),
             parallel=parallel,
-            device=DeviceConfig(device=facts.name),
+            device=DeviceConfig(device=facts.name, cpu_kernel_probe=self.cpu_kernel_probe),
             observability=ObservabilityConfig(
                 not self.disable_log_stats, self.otlp_traces_endpoint or None, self.enable_log_requests
             ),

@@ -63,9 +63,11 @@ class DeviceConfig(msgspec.Struct, frozen=True):
 
     Attributes:
         device: "cpu" or "npu".
+        cpu_kernel_probe: whether the CPU's kernels are chosen by measurement.
     """
 
     device: str = "cpu"
+    cpu_kernel_probe: bool = True
 
 
 class ObservabilityConfig(msgspec.Struct, frozen=True):

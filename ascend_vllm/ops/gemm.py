@@ -58,7 +58,7 @@ from ascend_vllm.platforms.host_memory import weight_memory
 PANEL = 16
 
 
-def _packed_zeros(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+def packed_zeros(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
     """Memory for a weight [N, K] in panels, zeroed."""
     panels = -(-outputs // PANEL)
     is_paired = dtype == torch.bfloat16
@@ -75,7 +75,7 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
         [P, K, 16], or for bfloat16 [P, ceil(K / 2), 16, 2]; padding is zero.
     """
     outputs, inputs = weight.shape
-    packed = _packed_zeros(outputs, inputs, weight.dtype)
+    packed = packed_zeros(outputs, inputs, weight.dtype)
     pack_panels(weight, packed, 0)
     return packed
 
@@ -86,7 +86,7 @@ def _pack_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         weight = torch.randn(outputs, 2 * inputs, generator=torch.Generator().manual_seed(seed)).to(dtype)
         weight = weight[:, :inputs] if seed % 2 else weight[:, inputs:].contiguous()
         first_row = 11 * (seed % 3)
-        yield weight, _packed_zeros(first_row + outputs, inputs, dtype) + 7, first_row
+        yield weight, packed_zeros(first_row + outputs, inputs, dtype) + 7, first_row
 
 
 @define_op(inputs=_pack_inputs, mutates=("packed",), tolerance=0.0, devices=("cpu",))
@@ -283,10 +283,10 @@ class PackedLinear:
         self.out_features = out_features
         self.in_features = in_features
         self._has_kernel = has_kernel(dtype, device)
-        has_tiles = self._has_kernel and dtype == torch.bfloat16 and cpu_isa() == "amx_bf16"
+        has_tiles = self._has_kernel and dtype == torch.bfloat16 and cpu_isa("many_rows", dtype) == "amx_bf16"
         self._max_gated_rows = sys.maxsize if has_tiles else _MAX_GATED_ROWS
         if self._has_kernel:
-            self._weight = _packed_zeros(out_features, in_features, dtype)
+            self._weight = packed_zeros(out_features, in_features, dtype)
         else:
             self._weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
 

@@ -22,6 +22,12 @@ logger = init_logger(__name__)
 
 LIBRARY_PATH = pathlib.Path(__file__).resolve().parent.parent / "_C.so"
 
+# Calls of kernels whose instruction set is chosen separately in each dtype: matrix products with one row, with at
+# most MOST_FEW_ROWS and with more, and attention. Order and number are those of csrc_ascend/cpu/dispatch.h.
+KERNEL_CLASSES = ("one_row", "few_rows", "many_rows", "attention")
+MOST_FEW_ROWS = 16
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 # prefixes of modules with kernels for one kind of device
 _DEVICE_PREFIXES = ("ascend",)
 
@@ -58,7 +64,8 @@ def native_library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(LIBRARY_PATH))  # the same handle that torch loaded
     library.ascend_vllm_cpu_isas.restype = ctypes.c_char_p
     library.ascend_vllm_cpu_isa.restype = ctypes.c_char_p
-    library.ascend_vllm_set_cpu_isa.argtypes = [ctypes.c_char_p]
+    library.ascend_vllm_cpu_isa.argtypes = [ctypes.c_int]
+    library.ascend_vllm_set_cpu_isa.argtypes = [ctypes.c_int, ctypes.c_char_p]
     return library
 
 
@@ -76,21 +83,41 @@ def available_cpu_isas() -> list[str]:
     return names.decode().split(",")
 
 
-def cpu_isa() -> str | None:
-    """``amx_bf16``, ``avx512_bf16``, ``avx512``, ``avx2`` or ``scalar``, as used now; None without kernels."""
+def _choice(kernel_class: str, dtype: torch.dtype) -> int:
+    """Index of a choice in the library."""
+    return _DTYPES.index(dtype) * len(KERNEL_CLASSES) + KERNEL_CLASSES.index(kernel_class)
+
+
+_OTHER_KERNELS = len(_DTYPES) * len(KERNEL_CLASSES)
+
+
+def cpu_isa(kernel_class: str | None = None, dtype: torch.dtype = torch.bfloat16) -> str | None:
+    """``amx_bf16``, ``avx512_bf16``, ``avx512``, ``avx2`` or ``scalar``, as used now; None without kernels.
+
+    Args:
+        kernel_class: one of KERNEL_CLASSES; None: the kernels that belong to none of them.
+        dtype: of the calls in that class.
+    """
     if not load_native_library():
         return None
-    name: bytes = native_library().ascend_vllm_cpu_isa()
+    choice = _OTHER_KERNELS if kernel_class is None else _choice(kernel_class, dtype)
+    name: bytes = native_library().ascend_vllm_cpu_isa(choice)
     return name.decode()
 
 
-def set_cpu_isa(name: str) -> None:
-    """Selects the instruction set of all kernels, in all threads.
+def set_cpu_isa(name: str, kernel_class: str | None = None, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Selects the instruction set of kernels, in all threads.
+
+    Args:
+        name: of the set.
+        kernel_class: one of KERNEL_CLASSES; None: all kernels in all dtypes.
+        dtype: of the calls in that class.
 
     Raises:
         ConfigError: the name is unknown or this machine lacks the set.
     """
-    if native_library().ascend_vllm_set_cpu_isa(name.encode()) != 0:
+    choice = -1 if kernel_class is None else _choice(kernel_class, dtype)
+    if native_library().ascend_vllm_set_cpu_isa(choice, name.encode()) != 0:
         available = native_library().ascend_vllm_cpu_isas().decode()
         raise ConfigError(f"ASCEND_VLLM_CPU_ISA={name!r} is not possible on this machine; it has {available}")
 

@@ -31,6 +31,7 @@ from ascend_vllm.logger import init_logger
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.models.loader import load_model
 from ascend_vllm.ops import native
+from ascend_vllm.ops.kernel_choice import choose_cpu_kernels
 from ascend_vllm.ops.native import import_op_modules, load_native_library
 from ascend_vllm.ops.registry import OPS, ops_on_reference
 from ascend_vllm.platforms import get_platform
@@ -121,6 +122,8 @@ class Worker:
         load_native_library()
         if self._platform.op_modules is not None:
             import_op_modules(self._platform.op_modules)
+        if self._platform.device_type == "cpu":
+            choose_cpu_kernels(self._dtype, probe=config.device.cpu_kernel_probe)
         start = time.monotonic()
         step_state = self._make_step_state()
         context = BuildContext(

@@ -1,4 +1,4 @@
-// Chooses the instruction set of the CPU kernels; Python reaches it through ctypes (ops/native.py).
+// Chooses the instruction sets of the CPU kernels; Python reaches it through ctypes (ops/native.py).
 #include "cpu/dispatch.h"
 
 #if defined(__x86_64__)
@@ -63,15 +63,16 @@ Isa best_isa() {
   return static_cast<Isa>(isa);
 }
 
-std::atomic<int> active{-1};
+// 1 + Isa of each choice; 0: not yet known
+std::atomic<int> active[kNumChoices];
 
 }  // namespace
 
-Isa active_isa() {
-  int isa = active.load(std::memory_order_relaxed);
+Isa active_isa(int choice) {
+  int isa = active[choice].load(std::memory_order_relaxed) - 1;
   if (isa < 0) {
     isa = best_isa();
-    active.store(isa, std::memory_order_relaxed);
+    active[choice].store(1 + isa, std::memory_order_relaxed);
   }
   return static_cast<Isa>(isa);
 }
@@ -94,15 +95,22 @@ ASCEND_VLLM_API const char* ascend_vllm_cpu_isas() {
   return names.c_str();
 }
 
-ASCEND_VLLM_API const char* ascend_vllm_cpu_isa() { return ascend_vllm::kNames[ascend_vllm::active_isa()]; }
+// Of a choice, an index as choice_of() makes it.
+ASCEND_VLLM_API const char* ascend_vllm_cpu_isa(int choice) {
+  return ascend_vllm::kNames[ascend_vllm::active_isa(choice)];
+}
 
-// 0, or -1 if the name is unknown or the machine lacks the set (then nothing changes).
-ASCEND_VLLM_API int ascend_vllm_set_cpu_isa(const char* name) {
+// Sets a choice, or all if it is negative. 0, or -1 if the name is unknown or the machine lacks the set (then
+// nothing changes).
+ASCEND_VLLM_API int ascend_vllm_set_cpu_isa(int choice, const char* name) {
   for (int isa = 0; isa < ascend_vllm::kNumIsas; ++isa) {
-    if (std::strcmp(name, ascend_vllm::kNames[isa]) == 0 && ascend_vllm::machine_has(isa)) {
-      ascend_vllm::active.store(isa, std::memory_order_relaxed);
-      return 0;
+    if (std::strcmp(name, ascend_vllm::kNames[isa]) != 0 || !ascend_vllm::machine_has(isa)) continue;
+    for (int each = 0; each < ascend_vllm::kNumChoices; ++each) {
+      if (choice < 0 || choice == each) {
+        ascend_vllm::active[each].store(1 + isa, std::memory_order_relaxed);
+      }
     }
+    return 0;
   }
   return -1;
 }

@@ -1,10 +1,11 @@
-// Declares kernels, which are compiled once per instruction set, and calls the variant of the active one.
+// Declares kernels, which are compiled once per instruction set, and calls the variant of the chosen one.
 //
 // A kernel header (cpu/kernels/<op>.h) declares its argument struct and ASCEND_VLLM_KERNEL(<op>, <Args>), then,
 // under `#ifdef ASCEND_VLLM_ISA`, implements it in an anonymous namespace and ends with
 // ASCEND_VLLM_DEFINE_KERNEL(<op>, <Args>) { ... }. The build compiles the header once per instruction set
 // (through cpu/variants/<isa>.cpp), each time with that set's flags; a binding includes the same header without
-// ASCEND_VLLM_ISA and gets `<op>_kernel(args)`, which calls the variant of the active instruction set.
+// ASCEND_VLLM_ISA and gets `<op>_kernel(args)`, which calls the variant of the chosen set. All calls have one
+// choice, except where an overload of choice_for(const <Args>&) says otherwise.
 //
 // Variants are weak references to extern "C" functions: a platform or a kernel may lack some (the next lower
 // one is called instead), nothing runs at load time, and there is no central list of kernels.
@@ -19,12 +20,28 @@ enum Isa : int { kScalar = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmxBf16 
 
 #ifndef ASCEND_VLLM_ISA
 
+// Calls whose set is chosen separately, for each dtype: matrix products with one row, with at most kMostFewRows
+// and with more, and attention. ops/native.py has the names.
+enum KernelClass : int { kOneRow = 0, kFewRows = 1, kManyRows = 2, kAttention = 3, kNumKernelClasses = 4 };
+constexpr int64_t kMostFewRows = 16;
+
+// Index of a choice: that of a class in a dtype, or kOtherKernels.
+constexpr int choice_of(DType dtype, KernelClass kernel_class) {
+  return static_cast<int>(dtype) * kNumKernelClasses + kernel_class;
+}
+constexpr int kOtherKernels = 3 * kNumKernelClasses, kNumChoices = kOtherKernels + 1;
+
 // The set in use: the best of the machine, or what ascend_vllm_set_cpu_isa() chose.
-Isa active_isa();
+Isa active_isa(int choice);
+
+template <class Args>
+inline int choice_for(const Args&) {
+  return kOtherKernels;
+}
 
 template <class Args>
 void call_variant(const Args& args, void (*const (&variants)[kNumIsas])(const Args&)) {
-  int isa = active_isa();
+  int isa = active_isa(choice_for(args));
   while (isa > 0 && variants[isa] == nullptr) --isa;
   variants[isa](args);
 }

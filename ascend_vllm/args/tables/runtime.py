@@ -218,6 +218,13 @@ class ParallelArgs:
         allowed=("cpu", "npu"),
         example="--device cpu",
     )
+    cpu_kernel_probe: bool = flag(
+        True,
+        "Measures at the first start on a machine which instruction set of the CPU multiplies fastest, and keeps the "
+        "result in the cache directory; it takes less than 50 ms. Without it a table of known processors decides.",
+        kind="bool",
+        example="--no-cpu-kernel-probe",
+    )
     tensor_parallel_size: int = flag(
         1,
         "The number of devices that share every layer of the model.",

@@ -28,6 +28,12 @@ inline int64_t linear_workspace(int64_t rows, int64_t in_features) {
   return rows * ((in_features + 1) / 2 * 2);
 }
 
+#ifndef ASCEND_VLLM_ISA
+inline int choice_for(const LinearArgs& args) {
+  return choice_of(args.dtype, args.rows <= 1 ? kOneRow : args.rows <= kMostFewRows ? kFewRows : kManyRows);
+}
+#endif
+
 ASCEND_VLLM_KERNEL(packed_linear, LinearArgs)
 
 }  // namespace ascend_vllm

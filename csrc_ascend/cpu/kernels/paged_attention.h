@@ -62,6 +62,10 @@ constexpr int64_t kPagedTileRows = 128;
 // Enough for every instruction set; checked where the scratch is used.
 constexpr int64_t paged_scratch_floats(int64_t head_size) { return 768 * head_size + 8192; }
 
+#ifndef ASCEND_VLLM_ISA
+inline int choice_for(const PagedAttentionArgs& args) { return choice_of(args.dtype, kAttention); }
+#endif
+
 ASCEND_VLLM_KERNEL(paged_attention, PagedAttentionArgs)
 
 }  // namespace ascend_vllm

@@ -1,0 +1,281 @@
+"""Chooses the instruction sets of matrix products and attention, by measurement at the first start on a machine.
+
+A processor need not be fastest by the newest instructions that it has. So every set is timed in every class of calls
+(`native.KERNEL_CLASSES`), and the choice is kept in the cache directory: later starts, and other processes that start
+at the same time, read it. ``ASCEND_VLLM_CPU_ISA`` forces one set for all kernels, and nothing is measured.
+
+All sets read the same packed weights, but not all round alike: see `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+
+from ascend_vllm import envs
+from ascend_vllm.logger import init_logger
+from ascend_vllm.ops import native
+from ascend_vllm.ops.gemm import PANEL, packed_linear, packed_zeros
+from ascend_vllm.ops.paged import paged_attention
+from ascend_vllm.platforms.processor import Processor, fastest_set, this_processor
+
+logger = init_logger(__name__)
+
+# class of calls → instruction set
+Choice = dict[str, str]
+# class of calls → instruction set → seconds of single calls
+Timings = Mapping[str, Mapping[str, Sequence[float]]]
+
+# Sets whose matrix products are bitwise the same. A row's result must not depend on the number of rows beside it, so
+# all classes of products use sets of one family; attention, whose rows do not change the choice, uses any set.
+# avx2 and avx512 add the products of bfloat16 numbers, which are exact in float32, one by one in the order of the
+# inputs. vdpbf16ps adds the second product of a pair before the first (the same as two multiply-adds in that order,
+# without a difference in 20 million on Zen 4), and takes subnormal numbers for zero. AMX adds the products of 32
+# inputs by pairs. In other dtypes every set from avx512 on runs the same instructions.
+FAMILIES = {
+    torch.bfloat16: (("amx_bf16",), ("avx512_bf16",), ("avx512", "avx2")),
+    torch.float16: (("avx512", "avx2"),),
+    torch.float32: (("avx512", "avx2"),),
+}
+_PRODUCTS = tuple(name for name in native.KERNEL_CLASSES if name != "attention")
+_LABELS = {
+    "one_row": "products of 1 row",
+    "few_rows": f"of 2 to {native.MOST_FEW_ROWS} rows",
+    "many_rows": "of more rows",
+    "attention": "attention",
+}
+
+_Key = TypeVar("_Key")
+
+# What is measured, in one thread: rows of a product, by weights of 896 by 512 that are in no first-level cache, and
+# attention of decoding rows and of a chunk of a prompt, all with so many keys.
+_ROWS = {"one_row": 1, "few_rows": 8, "many_rows": 64}
+_INPUTS, _OUTPUTS, _WEIGHTS = 896, 512, 4
+_KEYS, _DECODES, _CHUNK, _HEADS, _KV_HEADS, _HEAD_SIZE, _BLOCK_SIZE = 512, 8, 32, 8, 2, 64, 32
+# after this time no further round begins, but so many are measured at least
+_BUDGET_S, _MIN_ROUNDS = 0.015, 3
+# By how much faster than the set before it another set must be: as much as the two best calls of either differ, but
+# at least and at most these shares of the time.
+_LEAST_NOISE, _MOST_NOISE = 0.05, 0.25
+# libraries whose choices are kept
+_MAX_LIBRARIES = 16
+
+
+def choose_cpu_kernels(dtype: torch.dtype, *, probe: bool) -> Choice | None:
+    """Chooses and sets the instruction sets for models of a dtype; logs them in one line.
+
+    Args:
+        dtype: of the model.
+        probe: whether sets are measured; if not, a table of known processors decides, or else what the processor has.
+
+    Returns:
+        The choice; None if there is none, as there are no kernels or a set is forced.
+    """
+    isas = candidates(dtype)
+    if envs.cpu_isa() is not None or not isas:
+        if native.load_native_library():
+            logger.info("CPU kernels: %s%s", native.cpu_isa(), " by ASCEND_VLLM_CPU_ISA" if envs.cpu_isa() else "")
+        return None
+    choice = by_table(isas)
+    reason = "by the table of known processors"
+    if probe and len(isas) > 1:
+        path = kept_path(this_processor(), dtype)
+        try:
+            choice, is_new = _kept_or_measured(path, dtype, isas, choice)
+            reason = "measured now" if is_new else "measured at an earlier start"
+        except OSError as error:
+            # processes that start together could not agree on a measurement, nor one start with the next
+            reason += f", as no measurement can be kept in {path.parent} ({error.strerror})"
+    for kernel_class, isa in choice.items():
+        native.set_cpu_isa(isa, kernel_class, dtype)
+    others = native.cpu_isa()
+    sets = ", ".join(f"{choice[name]} for {_LABELS[name]}" for name in native.KERNEL_CLASSES)
+    is_mixed = {*choice.values(), others} != {others}
+    logger.info("CPU kernels: %s, %s", f"{sets}, {others} for others" if is_mixed else others, reason)
+    return choice
+
+
+def candidates(dtype: torch.dtype) -> list[str]:
+    """Sets of this machine that matrix products in a dtype may use, best first by its features."""
+    return [isa for isa in native.available_cpu_isas() if any(isa in family for family in FAMILIES[dtype])]
+
+
+def by_table(isas: Sequence[str]) -> Choice:
+    """The choice of one of these sets without a measurement."""
+    return dict.fromkeys(native.KERNEL_CLASSES, fastest_set(this_processor(), isas))
+
+
+def choose(timings: Timings, before: Choice, families: Sequence[tuple[str, ...]]) -> Choice:
+    """The fastest sets by measurement; those of before, unless others are faster by more than noise.
+
+    Families of sets are compared by the sum of their times in the classes of products, relative to the times of
+    before: one row, few and many rows count alike, since a request that generates half as many tokens as it was given
+    takes about as long for either.
+
+    Args:
+        timings: of every class and set, two calls or more each.
+        before: the choice so far, of sets that were measured; products by sets of one family.
+        families: see `FAMILIES`.
+
+    Example::
+
+        choose(timings, dict.fromkeys(KERNEL_CLASSES, "avx512_bf16"), FAMILIES[torch.bfloat16])
+    """
+    sums: dict[tuple[str, ...], list[float]] = {}
+    best_sets: dict[tuple[str, ...], Choice] = {}
+    for family in families:
+        measured = [isa for isa in family if isa in timings["one_row"]]
+        if not measured:
+            continue
+        sets = {name: _fastest({isa: timings[name][isa] for isa in measured}, before[name]) for name in _PRODUCTS}
+        best_sets[family] = sets
+        # of the best calls, and of the second best
+        units = {name: min(timings[name][before[name]]) for name in _PRODUCTS}
+        sums[family] = [
+            sum(sorted(timings[name][isa])[place] / units[name] for name, isa in sets.items()) for place in (0, 1)
+        ]
+    family_before = next(family for family in sums if before["one_row"] in family)
+    best = best_sets[_fastest(sums, family_before)]
+    return best | {"attention": _fastest(timings["attention"], before["attention"])}
+
+
+def _fastest(seconds: Mapping[_Key, Sequence[float]], before: _Key) -> _Key:
+    """The key with the shortest time; `before`, if it is among them, unless others are shorter by more than noise."""
+    best = min(seconds, key=lambda key: min(seconds[key]))
+    if before not in seconds:
+        return best
+    noise = _LEAST_NOISE
+    for key in (best, before):
+        first, second = sorted(seconds[key])[:2]
+        noise = max(noise, min(second / first - 1, _MOST_NOISE))
+    return best if min(seconds[best]) * (1 + noise) < min(seconds[before]) else before
+
+
+def measure(dtype: torch.dtype, isas: Sequence[str]) -> dict[str, dict[str, list[float]]]:
+    """Times every class of calls with every set, in turns and in one thread.
+
+    Args:
+        dtype: of the operands.
+        isas: sets that this machine has.
+
+    Returns:
+        Class of calls → set → seconds of each call.
+    """
+    threads = torch.get_num_threads()
+    chosen = {name: native.cpu_isa(name, dtype) for name in native.KERNEL_CLASSES}
+    timings: dict[str, dict[str, list[float]]] = {name: {isa: [] for isa in isas} for name in native.KERNEL_CLASSES}
+    torch.set_num_threads(1)
+    try:
+        calls = _calls(dtype)
+        deadline = time.perf_counter() + _BUDGET_S
+        rounds = 0
+        # the first round warms up
+        while rounds <= _MIN_ROUNDS or time.perf_counter() < deadline:
+            # no set is always the first, which finds the caches as other calls left them
+            turn = rounds % len(isas)
+            for (name, variants), isa in itertools.product(calls.items(), [*isas[turn:], *isas[:turn]]):
+                native.set_cpu_isa(isa, name, dtype)
+                start = time.perf_counter()
+                next(variants)()
+                if rounds > 0:
+                    timings[name][isa].append(time.perf_counter() - start)
+            rounds += 1
+    finally:
+        torch.set_num_threads(threads)
+        for name, before in chosen.items():
+            if before is not None:
+                native.set_cpu_isa(before, name, dtype)
+    return timings
+
+
+def _calls(dtype: torch.dtype) -> dict[str, Iterator[Callable[[], object]]]:
+    """Class of calls → the calls to time one after another, each product with other weights than the last."""
+    panels = _OUTPUTS // PANEL
+    # ones, as the values do not matter, but subnormal numbers might
+    weights = torch.split(packed_zeros(_WEIGHTS * _OUTPUTS, _INPUTS, dtype).fill_(1), panels)
+    found: dict[str, Iterator[Callable[[], object]]] = {}
+    for name, rows in _ROWS.items():
+        x = torch.ones(rows, _INPUTS, dtype=dtype)
+        calls = [functools.partial(packed_linear, x, weight, None, _OUTPUTS) for weight in weights]
+        found[name] = itertools.cycle(calls)
+    rows, blocks = _DECODES + 1, _KEYS // _BLOCK_SIZE
+    cache = torch.ones(2, rows * blocks, _KV_HEADS, _BLOCK_SIZE, _HEAD_SIZE, dtype=dtype)
+    attention = functools.partial(
+        paged_attention,
+        torch.ones(_DECODES + _CHUNK, _HEADS, _HEAD_SIZE, dtype=dtype),
+        cache[0],
+        cache[1],
+        torch.arange(rows * blocks, dtype=torch.int32).view(rows, blocks),
+        torch.tensor([*range(rows), _DECODES + _CHUNK], dtype=torch.int32),
+        torch.full((rows,), _KEYS, dtype=torch.int32),
+        _HEAD_SIZE**-0.5,
+        0,
+    )
+    return found | {"attention": itertools.repeat(attention)}
+
+
+def kept_path(processor: Processor, dtype: torch.dtype) -> pathlib.Path:
+    """Where the choices for a processor and a dtype are kept, one for each build of the kernels."""
+    digest = hashlib.sha256(repr((processor, dtype)).encode()).hexdigest()
+    return envs.cache_root() / f"cpu-kernels-{digest[:12]}.json"
+
+
+def _kept_or_measured(
+    path: pathlib.Path, dtype: torch.dtype, isas: Sequence[str], unmeasured: Choice
+) -> tuple[Choice, bool]:
+    """The choice for these kernels, and whether it was measured now.
+
+    Raises:
+        OSError: a measurement could not be kept.
+    """
+    library = hashlib.sha256(native.LIBRARY_PATH.read_bytes()).hexdigest()[:16]
+    if library in (kept := _read(path, dtype, isas)):
+        return kept[library], False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # one process measures, while others that start wait for it
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if library in (kept := _read(path, dtype, isas)):
+            return kept[library], False
+        # other builds of the same kernels were about as fast
+        before = next(reversed(kept.values()), unmeasured)
+        choice = choose(measure(dtype, isas), before, FAMILIES[dtype])
+        libraries = dict([*kept.items(), (library, choice)][-_MAX_LIBRARIES:])
+        partial = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            partial.write_text(json.dumps(libraries, indent=1) + "\n")
+            partial.replace(path)
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+    return choice, True
+
+
+def _read(path: pathlib.Path, dtype: torch.dtype, isas: Sequence[str]) -> dict[str, Choice]:
+    """The kept choices by library, oldest first; without those that are damaged or not possible here."""
+    try:
+        kept = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(kept, dict):
+        return {}
+    return {library: choice for library, choice in kept.items() if _is_possible(choice, dtype, isas)}
+
+
+def _is_possible(choice: object, dtype: torch.dtype, isas: Sequence[str]) -> bool:
+    if not isinstance(choice, dict) or set(choice) != set(native.KERNEL_CLASSES):
+        return False
+    if not all(isa in isas for isa in choice.values()):
+        return False
+    return any({choice[name] for name in _PRODUCTS} <= set(family) for family in FAMILIES[dtype])
