@@ -249,13 +249,14 @@ def _paged_attention_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     ]
     names = ("num_heads", "num_kv_heads", "head_size", "block_size", "sliding_window", "padding")
     for seed, (rows, *sizes) in enumerate(cases):
-        yield make_paged_problem(dtype, rows, seed=seed, **dict(zip(names, sizes, strict=True)))
+        options: dict[str, Any] = dict(zip(names, sizes, strict=True))
+        yield make_paged_problem(dtype, rows, seed=seed, **options)
     # soft caps that bend all scores, and ALiBi: decoding, prompts, chunks, windows, every form of the kernel
     changed: list[tuple[float, bool]] = [(0.5, False), (0.0, True), (2.0, True)]
     for seed, (soft_cap, alibi) in enumerate(changed):
         for number in (4, 7, 10, 12, 16, 17, 19):
             rows, *sizes = cases[number]
-            options: dict[str, Any] = dict(zip(names, sizes, strict=True))
+            options = dict(zip(names, sizes, strict=True))
             yield make_paged_problem(dtype, rows, soft_cap=soft_cap, alibi=alibi, seed=seed, **options)
 
 
