@@ -30,6 +30,8 @@ formulas of the family's repository (`tests/models/old_layouts.py`). The checkpo
 **CPU** and **NPU**: "yes" is tested; on NPUs that is the simulated runtime. "same operators" has not been run there,
 but consists of the operators of families that have been. With a reason, a model is refused at start.
 
+Activations of Gemma 2, Gemma 3 and GLM-4-0414 exceed float16, which is refused; `--dtype auto` chooses bfloat16.
+
 Weights take two bytes per parameter in float16 and bfloat16 (7B: 14 GB, 13B: 26 GB, 72B: 144 GB), divided by
 `--tensor-parallel-size` and `--pipeline-parallel-size`; the KV cache takes memory beside them. A model fits a machine
 or device whose memory is larger than that.
@@ -70,13 +72,13 @@ ROWS = {
     ),
     "ChatGLMForConditionalGeneration": Row("ChatGLM2 6B, ChatGLM3 6B", PLAIN, NOT_RUN, "ChatGLM 1 is refused"),
     "ChatGLMModel": Row("ChatGLM2 6B, ChatGLM3 6B, GLM-4 9B (repositories with code)", PLAIN),
-    "FalconForCausalLM": Row("Falcon 7B, 40B, 180B, Falcon2 11B", TRANSFORMERS, NOT_RUN, "`alibi` is refused"),
+    "FalconForCausalLM": Row("Falcon 7B, 40B, 180B, Falcon2 11B", TRANSFORMERS, "yes", "`alibi` is refused"),
     "Gemma2ForCausalLM": Row("Gemma 2 2B, 9B, 27B", TRANSFORMERS, NO_CAPS),
-    "Gemma3ForCausalLM": Row("Gemma 3 1B and the text part of others", TRANSFORMERS),
+    "Gemma3ForCausalLM": Row("Gemma 3 1B and the text part of others", TRANSFORMERS, "yes"),
     "GemmaForCausalLM": Row(
         "Gemma 2B, 7B", TRANSFORMERS, NOT_RUN, "1 is added to weights of norms when they are loaded, in all of Gemma"
     ),
-    "Glm4ForCausalLM": Row("GLM-4-0414 9B, 32B, GLM-Z1", TRANSFORMERS),
+    "Glm4ForCausalLM": Row("GLM-4-0414 9B, 32B, GLM-Z1", TRANSFORMERS, "yes"),
     "GlmForCausalLM": Row("GLM-4 9B (glm-4-9b-hf)", TRANSFORMERS),
     "InternLM2ForCausalLM": Row("InternLM2, InternLM2.5 1.8B, 7B, 20B", PLAIN),
     "InternLM3ForCausalLM": Row("InternLM3 8B", TRANSFORMERS),
@@ -92,7 +94,7 @@ ROWS = {
     "Phi3ForCausalLM": Row(
         "Phi-3 mini, medium, Phi-3.5 mini, Phi-4, Phi-4 mini",
         TRANSFORMERS,
-        NOT_RUN,
+        "yes",
         "longrope: max_model_len is original_max_position_embeddings unless --max-model-len says more, and chooses "
         "the factors for sequences of any length, as in vLLM",
     ),
@@ -104,7 +106,7 @@ ROWS = {
     ),
     "Qwen2ForCausalLM": Row("Qwen1.5, Qwen2, Qwen2.5 0.5B to 72B, QwQ", TRANSFORMERS, "yes"),
     "Qwen3ForCausalLM": Row("Qwen3 0.6B to 32B", TRANSFORMERS, "yes"),
-    "Starcoder2ForCausalLM": Row("StarCoder2 3B, 7B, 15B", TRANSFORMERS),
+    "Starcoder2ForCausalLM": Row("StarCoder2 3B, 7B, 15B", TRANSFORMERS, "yes"),
     "XverseForCausalLM": Row("XVERSE 7B, 13B, 65B", "LlamaForCausalLM, which it equals"),
 }
 

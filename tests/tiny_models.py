@@ -91,10 +91,11 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gemma": lambda: transformers.GemmaConfig(**_GATED, head_dim=24),
     # prompts are longer than the window; scores and logits reach the caps
     "gemma2": lambda: transformers.Gemma2Config(
-        **_GATED, head_dim=24, sliding_window=40, attn_logit_softcapping=2.0, query_pre_attn_scalar=20
+        **_GATED, head_dim=32, sliding_window=40, attn_logit_softcapping=2.0, query_pre_attn_scalar=20
     ),
+    # heads of 32, a width that NPUs have, too
     "gemma3": lambda: transformers.Gemma3TextConfig(
-        **_GATED, head_dim=24, sliding_window=40, sliding_window_pattern=3, final_logit_softcapping=5.0
+        **_GATED, head_dim=32, sliding_window=40, sliding_window_pattern=3, final_logit_softcapping=5.0
     ),
     "gemma3-linear": lambda: transformers.Gemma3TextConfig(
         **_GATED,

@@ -135,7 +135,7 @@ class EngineArgs(EngineFlags):
         )
         if self.disable_sliding_window:
             arch = arch.without_sliding_window()
-        dtype = limits.resolve_dtype(self.dtype, arch.dtype, facts)
+        dtype = limits.resolve_dtype(self.dtype, arch.dtype, facts, hf_config.get("model_type"))
         model = self._model_config(directory, hf_config, arch, dtype, longest)
         cache = self._cache_config(block_size, arch)
         parallel = parallel_config(self, arch, facts.name)

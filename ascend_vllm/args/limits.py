@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ascend_vllm import envs
 from ascend_vllm.config.arch import ArchConfig, StatedLength
+from ascend_vllm.config.hf_defaults import WITHOUT_FLOAT16
 from ascend_vllm.config.model import DTYPE_BYTES
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
@@ -27,7 +28,7 @@ _SCORED_LOGITS = 1 << 23
 _MIN_SCORED_TOKENS = 16
 
 
-def resolve_dtype(requested: str, stored: str | None, facts: DeviceFacts) -> str:
+def resolve_dtype(requested: str, stored: str | None, facts: DeviceFacts, model_type: str | None = None) -> str:
     """The dtype of weights and activations.
 
     With "auto", a checkpoint in float16 or bfloat16 keeps its dtype, and one in float32 (or of unknown dtype)
@@ -37,17 +38,20 @@ def resolve_dtype(requested: str, stored: str | None, facts: DeviceFacts) -> str
         requested: value of --dtype.
         stored: dtype of the checkpoint in config.json; None: not known yet, and not used.
         facts: of the device.
+        model_type: of config.json.
 
     Returns:
         "float32", "float16" or "bfloat16".
 
     Raises:
-        ConfigError: unknown, or not supported by the device.
+        ConfigError: unknown, or not supported by the device or the model.
     """
     if requested == "auto":
         if stored not in DTYPE_BYTES:
             raise ConfigError(f"config.json: dtype {stored!r} is not supported; choose one with --dtype.")
         dtype = facts.dtypes[0] if stored == "float32" else stored
+        if dtype == "float16" and model_type in WITHOUT_FLOAT16:
+            dtype = next((other for other in facts.dtypes if other != "float16"), dtype)
         if stored == "float32":
             logger.info("The checkpoint is float32; running it in %s. --dtype float32 keeps full precision.", dtype)
     else:
@@ -56,6 +60,11 @@ def resolve_dtype(requested: str, stored: str | None, facts: DeviceFacts) -> str
         dtype = _DTYPE_NAMES.get(name, name)
         if dtype not in DTYPE_BYTES:
             raise ConfigError(f"Unknown dtype: {requested}")
+    if dtype == "float16" and model_type in WITHOUT_FLOAT16:
+        raise ConfigError(
+            f"The model type {model_type!r} does not support float16. Reason: Numerical instability. "
+            "Please use bfloat16 or float32 instead."
+        )
     if dtype not in facts.dtypes:
         raise ConfigError(f"--dtype {dtype} does not run on {facts.label}; possible are {', '.join(facts.dtypes)}.")
     return dtype

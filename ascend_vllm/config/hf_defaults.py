@@ -298,6 +298,8 @@ SUPPORTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "gemma3_text": {"use_bidirectional_attention": (False, None)},
     "minicpm": {"num_experts": (0, None), "sparse_config": (None,)},
 }
+# model types whose activations exceed the range of float16, as in vLLM
+WITHOUT_FLOAT16 = frozenset({"gemma2", "gemma3_text", "glm4"})
 # model types whose repositories have code for their config.json, which is not needed to read it
 WITH_CODE = frozenset(
     {"aquila", "baichuan", "chatglm", "internlm", "internlm2", "internlm3", "minicpm", "qwen", "xverse"}

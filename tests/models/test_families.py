@@ -216,6 +216,17 @@ def test_a_length_beyond_seq_length_is_refused_with_both_numbers() -> None:
     assert resolve_max_model_len(2048, longrope) == 2048
 
 
+def test_float16_is_refused_where_activations_exceed_it() -> None:
+    def dtype(requested: str) -> str:
+        args = EngineArgs(model=tiny_model("gemma2", "float16"), skip_tokenizer_init=True, dtype=requested)
+        return args.create_engine_config().model.dtype
+
+    with pytest.raises(ConfigError, match="The model type 'gemma2' does not support float16"):
+        dtype("float16")
+    assert dtype("auto") == "bfloat16"
+    assert dtype("float32") == "float32"
+
+
 def test_code_of_repositories_is_not_needed_to_read_their_config() -> None:
     for name in ("chatglm", "qwen1"):
         for trust in (False, True):

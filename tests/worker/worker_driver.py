@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import transformers
 
+from ascend_vllm.args.hf_files import read_hf_config
 from ascend_vllm.config.arch import ArchConfig
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityConfig, ParallelConfig
@@ -32,7 +33,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 def make_config(directory: str, **options: Any) -> EngineConfig:
     """The configuration of an engine for a checkpoint; `options` go to the section that has them."""
-    hf_config = transformers.AutoConfig.from_pretrained(directory).to_dict()
+    hf_config = read_hf_config(directory)
     model: dict[str, Any] = {
         "model": directory,
         "served_model_names": ("tiny",),
