@@ -62,6 +62,7 @@ class Row(NamedTuple):
 
 ROWS = {
     "AquilaForCausalLM": Row("Aquila 7B, Aquila2 7B, 34B", "LlamaForCausalLM, which it equals"),
+    "AquilaModel": Row("Aquila 7B", "LlamaForCausalLM, which it equals"),
     "BaiChuanForCausalLM": Row("Baichuan 7B", PLAIN),
     "BaichuanForCausalLM": Row(
         "Baichuan 13B, Baichuan2 7B, 13B",
@@ -80,9 +81,11 @@ ROWS = {
     ),
     "Glm4ForCausalLM": Row("GLM-4-0414 9B, 32B, GLM-Z1", TRANSFORMERS, "yes"),
     "GlmForCausalLM": Row("GLM-4 9B (glm-4-9b-hf)", TRANSFORMERS),
+    "GraniteForCausalLM": Row("Granite 3 2B, 8B", TRANSFORMERS),
     "InternLM2ForCausalLM": Row("InternLM2, InternLM2.5 1.8B, 7B, 20B", PLAIN),
     "InternLM3ForCausalLM": Row("InternLM3 8B", TRANSFORMERS),
     "InternLMForCausalLM": Row("InternLM 7B, 20B", PLAIN),
+    "LLaMAForCausalLM": Row("the first conversions of Llama", "LlamaForCausalLM, which it equals", "yes"),
     "LlamaForCausalLM": Row(
         "Llama 2, 3, 3.1, 3.2, 3.3, Yi, DeepSeek LLM, TinyLlama, Vicuna, SmolLM2", TRANSFORMERS, "yes"
     ),

@@ -121,6 +121,9 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
     "glm": lambda: transformers.GlmConfig(**_GATED, head_dim=32),
     "glm4": lambda: transformers.Glm4Config(**_GATED, head_dim=32),
+    "granite": lambda: transformers.GraniteConfig(
+        **_GATED, attention_multiplier=0.1, embedding_multiplier=3.0, residual_multiplier=0.6, logits_scaling=2.0
+    ),
     "internlm3": lambda: transformers.InternLM3Config(**_GATED, head_dim=16, qkv_bias=True, bias=True),
     # one norm for attention and MLP, one KV head
     "falcon": lambda: transformers.FalconConfig(**_COMMON),

@@ -173,6 +173,11 @@ _OF_FAMILIES: Mapping[str, _Kind] = {
     "scale_emb": _number(0, above=True),
     "scale_depth": _number(0, above=True),
     "dim_model_base": _number(0, above=True),
+    "embedding_multiplier": _number(0, above=True),
+    "residual_multiplier": _number(0, above=True),
+    "attention_multiplier": _number(0, above=True),
+    "logits_scaling": _number(0, above=True),
+    "rotary": _OBJECT | _NULL,
     "layer_types": _TEXTS | _NULL,
 }
 # both spellings of rotary parameters, before they are merged

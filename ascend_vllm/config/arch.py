@@ -470,6 +470,7 @@ _FAMILIES = "ascend_vllm.config.families"
 # architecture as config.json names it → its reader, or "module:function", imported when a model needs it
 READERS: dict[str, ArchReader | str] = {
     "AquilaForCausalLM": _read_llama,
+    "AquilaModel": _read_llama,
     "BaiChuanForCausalLM": f"{_FAMILIES}:read_baichuan",
     "BaichuanForCausalLM": f"{_FAMILIES}:read_baichuan",
     "ChatGLMForConditionalGeneration": f"{_FAMILIES}:read_chatglm",
@@ -480,9 +481,11 @@ READERS: dict[str, ArchReader | str] = {
     "GemmaForCausalLM": f"{_FAMILIES}:read_gemma",
     "Glm4ForCausalLM": f"{_FAMILIES}:read_glm4",
     "GlmForCausalLM": f"{_FAMILIES}:read_glm",
+    "GraniteForCausalLM": f"{_FAMILIES}:read_granite",
     "InternLM2ForCausalLM": f"{_FAMILIES}:read_internlm2",
     "InternLM3ForCausalLM": f"{_FAMILIES}:read_internlm3",
     "InternLMForCausalLM": f"{_FAMILIES}:read_internlm",
+    "LLaMAForCausalLM": _read_llama,
     "LlamaForCausalLM": _read_llama,
     "MiniCPMForCausalLM": f"{_FAMILIES}:read_minicpm",
     "MistralForCausalLM": _read_mistral,

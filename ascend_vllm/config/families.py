@@ -227,7 +227,11 @@ def read_internlm(hf_config: Mapping[str, Any]) -> ArchConfig:
     """InternLM 1: Llama with biases in attention."""
     has_bias = bool(hf_config.get("bias", True))
     biases = {"qkv_bias": has_bias, "output_bias": has_bias, "mlp_bias": False}
-    return read_decoder(hf_config, layers=layer_plans(hf_config), captures_graphs=True, **biases)
+    rope = read_rope(hf_config, _head_size(hf_config))
+    # its dynamic base begins behind max_position_embeddings, which the config does not let sequences exceed
+    theta = (hf_config.get("rotary") or {}).get("base") or rope.theta
+    rope = msgspec.structs.replace(rope, theta=float(theta))
+    return read_decoder(hf_config, layers=layer_plans(hf_config), rope=rope, captures_graphs=True, **biases)
 
 
 def read_internlm2(hf_config: Mapping[str, Any]) -> ArchConfig:
@@ -253,6 +257,19 @@ def read_minicpm(hf_config: Mapping[str, Any]) -> ArchConfig:
         embedding_scale=float(hf_config.get("scale_emb") or 1.0),
         residual_scale=float(hf_config.get("scale_depth") or math.sqrt(num_layers)) / math.sqrt(num_layers),
         logit_scale=width / float(hf_config["hidden_size"]),
+        captures_graphs=True,
+    )
+
+
+def read_granite(hf_config: Mapping[str, Any]) -> ArchConfig:
+    """Granite 3: the scales of MiniCPM by other names, and one of attention scores."""
+    return read_decoder(
+        hf_config,
+        layers=layer_plans(hf_config),
+        attention_scale=float(hf_config.get("attention_multiplier") or 1.0),
+        embedding_scale=float(hf_config.get("embedding_multiplier") or 1.0),
+        residual_scale=float(hf_config.get("residual_multiplier") or 1.0),
+        logit_scale=1.0 / float(hf_config.get("logits_scaling") or 1.0),
         captures_graphs=True,
     )
 

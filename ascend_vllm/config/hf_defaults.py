@@ -166,6 +166,20 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "glm": _GLM,
     "glm4": _GLM,
+    "granite": _LLAMA_LIKE
+    | {
+        "vocab_size": 32000,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 2048,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "internlm": _LLAMA_LIKE
     | {
         "vocab_size": 103168,
@@ -291,18 +305,33 @@ SUPPORTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "post_layer_norm": (True,),
         "apply_residual_connection_post_layernorm": (False,),
         "pre_seq_len": (None,),
+        "quantization_bit": (0, None),
     },
     "falcon": {"alibi": (False, None)},
     "gemma": {"use_bidirectional_attention": (False, None)},
     "gemma2": {"use_bidirectional_attention": (False, None)},
     "gemma3_text": {"use_bidirectional_attention": (False, None)},
     "minicpm": {"num_experts": (0, None), "sparse_config": (None,)},
+    "phi3": {"attention_bias": (False, None), "mlp_bias": (False, None), "lm_head_bias": (False, None)},
+    "qwen": {"visual": (None,)},
 }
 # model types whose activations exceed the range of float16, as in vLLM
 WITHOUT_FLOAT16 = frozenset({"gemma2", "gemma3_text", "glm4"})
 # model types whose repositories have code for their config.json, which is not needed to read it
 WITH_CODE = frozenset(
-    {"aquila", "baichuan", "chatglm", "internlm", "internlm2", "internlm3", "minicpm", "qwen", "xverse"}
+    {
+        "aquila",
+        "baichuan",
+        "chatglm",
+        "falcon",
+        "internlm",
+        "internlm2",
+        "internlm3",
+        "minicpm",
+        "phi3",
+        "qwen",
+        "xverse",
+    }
 )
 # model types without rotary positions
 WITHOUT_ROPE = frozenset({"opt"})

@@ -23,6 +23,7 @@ _SHARED = "ascend_vllm.models.blocks:DecoderForCausalLM"
 # architecture as config.json names it → "module:Class"; imported when asked for
 MODELS: dict[str, str | type[CausalLM]] = {
     "AquilaForCausalLM": _SHARED,
+    "AquilaModel": _SHARED,
     "BaiChuanForCausalLM": "ascend_vllm.models.baichuan:BaichuanForCausalLM",
     "BaichuanForCausalLM": "ascend_vllm.models.baichuan:BaichuanForCausalLM",
     "ChatGLMForConditionalGeneration": "ascend_vllm.models.chatglm:ChatGLMForCausalLM",
@@ -33,9 +34,11 @@ MODELS: dict[str, str | type[CausalLM]] = {
     "GemmaForCausalLM": _SHARED,
     "Glm4ForCausalLM": _SHARED,
     "GlmForCausalLM": _SHARED,
+    "GraniteForCausalLM": _SHARED,
     "InternLM2ForCausalLM": "ascend_vllm.models.internlm2:InternLM2ForCausalLM",
     "InternLM3ForCausalLM": _SHARED,
     "InternLMForCausalLM": _SHARED,
+    "LLaMAForCausalLM": "ascend_vllm.models.llama:LlamaForCausalLM",
     "LlamaForCausalLM": "ascend_vllm.models.llama:LlamaForCausalLM",
     "MiniCPMForCausalLM": _SHARED,
     "MistralForCausalLM": "ascend_vllm.models.mistral:MistralForCausalLM",

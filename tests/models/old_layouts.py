@@ -300,12 +300,17 @@ _SPLIT = {f"self_attn.{name}_proj.weight": (_H, _H) for name in "qkvo"}
 _INTERNLM = Layout(
     **_LLAMA,
     config=_LLAMA_SIZES
-    | {"architectures": ["InternLMForCausalLM"], "model_type": "internlm", "max_position_embeddings": 512},
+    | {
+        "architectures": ["InternLMForCausalLM"],
+        "model_type": "internlm",
+        "max_position_embeddings": 512,
+        "rotary": {"base": 30000, "type": "dynamic"},
+    },
     layer=_LLAMA_NORMS | _LLAMA_MLP | _SPLIT | {f"self_attn.{name}_proj.bias": (_H,) for name in "qkvo"},
     project=_split_projection,
     output="self_attn.o_proj",
     mlp=_gated("model.layers.{}.mlp.", "gate_proj", "up_proj", "down_proj"),
-    rotate=functools.partial(_rotate, theta=10000.0, width=_D),
+    rotate=functools.partial(_rotate, theta=30000.0, width=_D),
 )
 _INTERNLM2 = Layout(
     config=_LLAMA_SIZES
@@ -350,6 +355,7 @@ _MINICPM = dataclasses.replace(
         "dim_model_base": 16,
     },
     layer=_LLAMA_NORMS | _LLAMA_MLP | _SPLIT,
+    rotate=functools.partial(_rotate, theta=10000.0, width=_D),
     scales=(12.0, 1.4 / math.sqrt(_L), 16 / _H),
 )
 

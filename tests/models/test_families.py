@@ -50,6 +50,7 @@ NATIVE = (
     "gemma3",
     "glm",
     "glm4",
+    "granite",
     "internlm3",
     "phi3",
     "phi3-longrope",
@@ -136,7 +137,8 @@ def test_slopes_of_alibi() -> None:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["AquilaForCausalLM", "XverseForCausalLM", "InternLM3ForCausalLM", "LlamaForCausalLM"]
+    "architecture",
+    ["AquilaForCausalLM", "AquilaModel", "XverseForCausalLM", "InternLM3ForCausalLM", "LLaMAForCausalLM"],
 )
 def test_llama_by_other_names(architecture: str) -> None:
     config = make_model_config(tiny_model("llama"), architectures=[architecture])
@@ -162,6 +164,9 @@ def test_llama_by_other_names(architecture: str) -> None:
         ("falcon", {"alibi": True}, "alibi True is not supported"),
         ("chatglm", {"position_encoding_2d": True}, "position_encoding_2d True is not supported"),
         ("chatglm", {"rmsnorm": False}, "rmsnorm False is not supported"),
+        ("chatglm", {"quantization_bit": 4}, "quantization_bit 4 is not supported"),
+        ("phi3", {"lm_head_bias": True}, "lm_head_bias True is not supported"),
+        ("qwen1", {"visual": {}}, "visual {} is not supported"),
         ("minicpm", {"num_experts": 8}, "num_experts 8 is not supported"),
         (
             "phi3-longrope",

@@ -44,7 +44,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "options"),
     combinations(
-        ["llama-biases", "mistral", "qwen2", "qwen2-tied", "qwen3"],
+        ["llama-biases", "mistral", "qwen2", "qwen2-tied", "qwen3", "gemma3", "falcon-new"],
         [{}, {"num_scheduler_steps": 4}, {"num_gpu_blocks_override": 11}],
     ),
     ids=str,
