@@ -23,7 +23,8 @@ BLOCK_SIZE = 64
 
 def decode(num_layers: int) -> tuple[collections.Counter[str], Recorder]:
     """Operators on the device, and torch's, of a step in which three rows of a model decode."""
-    overrides = {"num_hidden_layers": num_layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    sizes = {"num_hidden_layers": num_layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    overrides = sizes | {"layer_types": None}
     config = make_model_config(tiny_model("qwen2"), dtype="float16", **overrides)
     model = load_model(config, LoadConfig(load_format="dummy", use_tqdm=False), BuildContext(torch.float16, NPU))
     backend = AscendAttention(BLOCK_SIZE)
