@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from ascend_vllm import LLM, SamplingParams
 from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.args.hf_files import read_hf_config
 from ascend_vllm.args.limits import resolve_max_model_len
@@ -310,3 +311,37 @@ def test_decoding_steps_can_be_taped(name: str, monkeypatch: pytest.MonkeyPatch)
     results = driver.step({0: [5], 1: [6]})
     assert tapes.length(0) > 10
     assert all(log_probs.isfinite().all() for log_probs in results.values())
+
+
+# ---- the engine ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["baichuan-13b", "chatglm", "qwen1"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enable_prefix_caching": True, "enable_chunked_prefill": True, "max_num_batched_tokens": 32},
+        {"num_scheduler_steps": 4, "num_gpu_blocks_override": 12, "max_model_len": 160},
+    ],
+    ids=["chunks behind cached prefixes", "several steps and preemptions"],
+)
+def test_the_engine_generates_the_references_text(name: str, options: dict[str, Any]) -> None:
+    shared = random_tokens(48, VOCAB_SIZE, seed=5)
+    prompts = [shared + random_tokens(length, VOCAB_SIZE, seed=length) for length in (1, 9, 40)]
+    llm = LLM(
+        _old(name),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        block_size=16,
+        max_num_seqs=4,
+        kv_cache_memory_bytes="16M",
+        **options,
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    reference = _reference(name)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        generated = list(output.outputs[0].token_ids)
+        assert len(generated) == 24
+        expected = reference.log_probs([*prompt, *generated])[len(prompt) - 1 : -1]
+        assert expected.argmax(-1).tolist() == generated
