@@ -27,8 +27,7 @@ The architectures that are built in, as `architectures` of config.json names the
 many lengths, in chunks, while others decode: transformers' own class, or a plain model that is written from the
 formulas of the family's repository (`tests/models/old_layouts.py`). The checkpoints are tiny and random.
 
-**CPU** and **NPU**: "yes" is tested; on NPUs that is the simulated runtime. "same operators" has not been run there,
-but consists of the operators of families that have been. With a reason, a model is refused at start.
+**CPU** and **NPU**: "yes" is tested; on NPUs that is the simulated runtime. "no" is refused at start.
 
 Activations of Gemma 2, Gemma 3 and GLM-4-0414 exceed float16, which is refused; `--dtype auto` chooses bfloat16.
 
@@ -39,9 +38,9 @@ or device whose memory is larger than that.
 
 TRANSFORMERS = "transformers"
 PLAIN = "plain model"
-NOT_RUN = "same operators"
+YES = "yes"
 NO_CAPS = "no: soft caps of attention scores"
-NO_ALIBI = "7B: same operators; 13B: no, ALiBi"
+NO_ALIBI = "7B: yes; 13B: no, ALiBi"
 
 
 class Row(NamedTuple):
@@ -56,7 +55,7 @@ class Row(NamedTuple):
 
     models: str
     reference: str
-    npu: str = NOT_RUN
+    npu: str = YES
     remarks: str = ""
 
 
@@ -71,45 +70,43 @@ ROWS = {
         "ALiBi without max_position_embeddings or with layers 5120 wide; the head is normalised if the vocabulary "
         "has 125696 entries",
     ),
-    "ChatGLMForConditionalGeneration": Row("ChatGLM2 6B, ChatGLM3 6B", PLAIN, NOT_RUN, "ChatGLM 1 is refused"),
+    "ChatGLMForConditionalGeneration": Row("ChatGLM2 6B, ChatGLM3 6B", PLAIN, YES, "ChatGLM 1 is refused"),
     "ChatGLMModel": Row("ChatGLM2 6B, ChatGLM3 6B, GLM-4 9B (repositories with code)", PLAIN),
-    "FalconForCausalLM": Row("Falcon 7B, 40B, 180B, Falcon2 11B", TRANSFORMERS, "yes", "`alibi` is refused"),
+    "FalconForCausalLM": Row("Falcon 7B, 40B, 180B, Falcon2 11B", TRANSFORMERS, YES, "`alibi` is refused"),
     "Gemma2ForCausalLM": Row("Gemma 2 2B, 9B, 27B", TRANSFORMERS, NO_CAPS),
-    "Gemma3ForCausalLM": Row("Gemma 3 1B and the text part of others", TRANSFORMERS, "yes"),
+    "Gemma3ForCausalLM": Row("Gemma 3 1B and the text part of others", TRANSFORMERS),
     "GemmaForCausalLM": Row(
-        "Gemma 2B, 7B", TRANSFORMERS, NOT_RUN, "1 is added to weights of norms when they are loaded, in all of Gemma"
+        "Gemma 2B, 7B", TRANSFORMERS, YES, "1 is added to weights of norms when they are loaded, in all of Gemma"
     ),
-    "Glm4ForCausalLM": Row("GLM-4-0414 9B, 32B, GLM-Z1", TRANSFORMERS, "yes"),
+    "Glm4ForCausalLM": Row("GLM-4-0414 9B, 32B, GLM-Z1", TRANSFORMERS),
     "GlmForCausalLM": Row("GLM-4 9B (glm-4-9b-hf)", TRANSFORMERS),
     "GraniteForCausalLM": Row("Granite 3 2B, 8B", TRANSFORMERS),
     "InternLM2ForCausalLM": Row("InternLM2, InternLM2.5 1.8B, 7B, 20B", PLAIN),
     "InternLM3ForCausalLM": Row("InternLM3 8B", TRANSFORMERS),
     "InternLMForCausalLM": Row("InternLM 7B, 20B", PLAIN),
-    "LLaMAForCausalLM": Row("the first conversions of Llama", "LlamaForCausalLM, which it equals", "yes"),
-    "LlamaForCausalLM": Row(
-        "Llama 2, 3, 3.1, 3.2, 3.3, Yi, DeepSeek LLM, TinyLlama, Vicuna, SmolLM2", TRANSFORMERS, "yes"
-    ),
+    "LLaMAForCausalLM": Row("the first conversions of Llama", "LlamaForCausalLM, which it equals"),
+    "LlamaForCausalLM": Row("Llama 2, 3, 3.1, 3.2, 3.3, Yi, DeepSeek LLM, TinyLlama, Vicuna, SmolLM2", TRANSFORMERS),
     "MiniCPMForCausalLM": Row(
-        "MiniCPM 1B, 2B", PLAIN, NOT_RUN, "mixtures of experts, `sparse_config` and MiniCPM 3 are refused"
+        "MiniCPM 1B, 2B", PLAIN, YES, "mixtures of experts, `sparse_config` and MiniCPM 3 are refused"
     ),
-    "MistralForCausalLM": Row("Mistral 7B, Nemo 12B, Small 24B", TRANSFORMERS, "yes"),
-    "OPTForCausalLM": Row("OPT 125M to 66B", TRANSFORMERS, "yes"),
+    "MistralForCausalLM": Row("Mistral 7B, Nemo 12B, Small 24B", TRANSFORMERS),
+    "OPTForCausalLM": Row("OPT 125M to 66B", TRANSFORMERS),
     "Phi3ForCausalLM": Row(
         "Phi-3 mini, medium, Phi-3.5 mini, Phi-4, Phi-4 mini",
         TRANSFORMERS,
-        "yes",
+        YES,
         "longrope: max_model_len is original_max_position_embeddings unless --max-model-len says more, and chooses "
         "the factors for sequences of any length, as in vLLM",
     ),
     "QWenLMHeadModel": Row(
         "Qwen 1.8B, 7B, 14B, 72B",
         PLAIN,
-        NOT_RUN,
+        YES,
         "`use_logn_attn` and `use_dynamic_ntk` are refused beyond seq_length",
     ),
-    "Qwen2ForCausalLM": Row("Qwen1.5, Qwen2, Qwen2.5 0.5B to 72B, QwQ", TRANSFORMERS, "yes"),
-    "Qwen3ForCausalLM": Row("Qwen3 0.6B to 32B", TRANSFORMERS, "yes"),
-    "Starcoder2ForCausalLM": Row("StarCoder2 3B, 7B, 15B", TRANSFORMERS, "yes"),
+    "Qwen2ForCausalLM": Row("Qwen1.5, Qwen2, Qwen2.5 0.5B to 72B, QwQ", TRANSFORMERS),
+    "Qwen3ForCausalLM": Row("Qwen3 0.6B to 32B", TRANSFORMERS),
+    "Starcoder2ForCausalLM": Row("StarCoder2 3B, 7B, 15B", TRANSFORMERS),
     "XverseForCausalLM": Row("XVERSE 7B, 13B, 65B", "LlamaForCausalLM, which it equals"),
 }
 

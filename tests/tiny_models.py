@@ -88,12 +88,12 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen2-64": lambda: transformers.Qwen2Config(**_GATED, head_dim=64, tie_word_embeddings=False),
     "qwen3": lambda: transformers.Qwen3Config(**_GATED, head_dim=32),
     "qwen3-biases": lambda: transformers.Qwen3Config(**_GATED, head_dim=32, attention_bias=True),
-    "gemma": lambda: transformers.GemmaConfig(**_GATED, head_dim=24),
+    # heads of 32, a width that NPUs have, too, as in the next ones
+    "gemma": lambda: transformers.GemmaConfig(**_GATED, head_dim=32),
     # prompts are longer than the window; scores and logits reach the caps
     "gemma2": lambda: transformers.Gemma2Config(
         **_GATED, head_dim=32, sliding_window=40, attn_logit_softcapping=2.0, query_pre_attn_scalar=20
     ),
-    # heads of 32, a width that NPUs have, too
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **_GATED, head_dim=32, sliding_window=40, sliding_window_pattern=3, final_logit_softcapping=5.0
     ),
