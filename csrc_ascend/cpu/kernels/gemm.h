@@ -45,10 +45,10 @@ ASCEND_VLLM_KERNEL(packed_linear, LinearArgs)
 namespace ascend_vllm {
 namespace {
 
-constexpr int64_t kPanel = 16;     // columns of a panel
-constexpr int64_t kGroup = 4;      // maximum panels of a task
-constexpr int64_t kTaskRows = 96;  // maximum rows of a task; half as many if it is gated
-constexpr int64_t kSlice = 512;    // inputs between two updates of the sums in memory; even
+constexpr int64_t kPanel = 16;      // columns of a panel
+constexpr int64_t kGroup = 4;       // maximum panels of a task
+constexpr int64_t kTaskRows = 192;  // maximum rows of a task; half as many if it is gated
+constexpr int64_t kSlice = 512;     // inputs between two updates of the sums in memory; even
 constexpr int kPanelVectors = kPanel / kLanes;
 // With this many rows memory is the bottleneck and panels are prefetched; a single row only streams them.
 constexpr int64_t kMinPrefetchRows = 2, kMaxPrefetchRows = 10;
@@ -78,6 +78,12 @@ constexpr bool kAreSplit = is_same<T, bfloat16> && !kHasPairDots;
 template <class T>
 constexpr int kTileRows = kAreSplit<T> ? kMaxPairRows : kMaxRows;
 
+// Tiles of many rows by dot products of pairs, which take no registers for unpacking: 28 of 32 registers are
+// sums.
+constexpr int kTallRows = 14, kTallPanels = 2;
+template <class T, class X>
+constexpr int kManyRowsTile = is_same<X, float> ? kTileRows<T> : kTallRows;
+
 // The weights of one input; of bfloat16 pairs, the one with index `step`.
 template <class T>
 inline VecF load_step(const T* columns, int) {
@@ -95,7 +101,7 @@ inline void multiply_tile(const X* x, int64_t x_stride, const T* w, int64_t pane
   constexpr int kVectors = kPanels * kPanelVectors;
   constexpr int kStep = is_same<T, bfloat16> ? 2 : 1;
   VecF acc[kRows][kVectors];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) acc[r][v] = set1(0.0f);
@@ -115,7 +121,7 @@ inline void multiply_tile(const X* x, int64_t x_stride, const T* w, int64_t pane
       PairBF16 pairs[kVectors];
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) pairs[v] = load_pairs(columns(k, v));
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         const PairBF16 input = set1_pair(x + r * x_stride + k);
 #pragma GCC unroll 16
@@ -127,7 +133,7 @@ inline void multiply_tile(const X* x, int64_t x_stride, const T* w, int64_t pane
         VecF column[kVectors];
 #pragma GCC unroll 16
         for (int v = 0; v < kVectors; ++v) column[v] = load_step(columns(k, v), step);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
           const VecF input = set1(x[r * x_stride + k + step]);
 #pragma GCC unroll 16
@@ -138,7 +144,7 @@ inline void multiply_tile(const X* x, int64_t x_stride, const T* w, int64_t pane
       if constexpr (kStep == 2) multiply(1);
     }
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) {
@@ -152,7 +158,7 @@ inline void multiply_tile(const X* x, int64_t x_stride, const T* w, int64_t pane
 template <int kRows, bool kFetches, class X, class T>
 inline void multiply_panels(const X* x, int64_t x_stride, const T* w, int64_t panel_size, int64_t panels,
                             int64_t begin, int64_t end, float* sums) {
-  constexpr int kPanels = panels_of(kRows, kAreSplit<T>);
+  constexpr int kPanels = kRows > kTileRows<T> ? kTallPanels : panels_of(kRows, kAreSplit<T>);
   constexpr int64_t kSumsStride = kGroup * kPanel;
   int64_t p = 0;
   for (; p + kPanels <= panels; p += kPanels) {
@@ -165,7 +171,7 @@ inline void multiply_panels(const X* x, int64_t x_stride, const T* w, int64_t pa
   }
 }
 
-// Chooses the tile of `rows` <= kTileRows<T> rows.
+// Chooses the tile of `rows` <= kRows rows.
 template <int kRows, bool kFetches, class X, class T>
 inline void multiply_rows(int64_t rows, const X* x, int64_t x_stride, const T* w, int64_t panel_size,
                           int64_t panels, int64_t begin, int64_t end, float* sums) {
@@ -215,7 +221,7 @@ template <class T, class X>
 __attribute__((noinline)) void multiply_first(const X* x, int64_t x_stride, int64_t rows, const T* w,
                                               int64_t panel_size, int64_t panels, int64_t begin, int64_t end,
                                               float* sums) {
-  multiply_rows<kTileRows<T>, true>(rows, x, x_stride, w, panel_size, panels, begin, end, sums);
+  multiply_rows<kManyRowsTile<T, X>, true>(rows, x, x_stride, w, panel_size, panels, begin, end, sums);
 }
 
 // Rows from `x` on by some panels.
@@ -224,8 +230,9 @@ __attribute__((noinline)) void multiply_task(const X* x, int64_t x_stride, int64
                                              int64_t panel_size, int64_t panels, int64_t inputs, float* sums) {
   const bool are_few = rows >= kMinPrefetchRows && rows <= kMaxPrefetchRows;
   if (are_few) return multiply_few(x, x_stride, rows, w, panel_size, panels, inputs, sums);
-  // Tiles as even as possible: 14 rows are 5 + 5 + 4, not 6 + 6 + 2.
-  const int64_t tiles = (rows + kTileRows<T> - 1) / kTileRows<T>;
+  // Tiles as even as possible: 14 rows in tiles of at most 6 are 5 + 5 + 4, not 6 + 6 + 2.
+  constexpr int kRows = kManyRowsTile<T, X>;
+  const int64_t tiles = (rows + kRows - 1) / kRows;
   for (int64_t begin = 0; begin == 0 || begin < inputs; begin += kSlice) {
     const int64_t end = begin + kSlice < inputs ? begin + kSlice : inputs;
     for (int64_t tile = 0; tile < tiles; ++tile) {
@@ -233,8 +240,8 @@ __attribute__((noinline)) void multiply_task(const X* x, int64_t x_stride, int64
       if (tile == 0 && tiles > 1) {
         multiply_first(x, x_stride, last, w, panel_size, panels, begin, end, sums);
       } else {
-        multiply_rows<kTileRows<T>, false>(last - first, x + first * x_stride, x_stride, w, panel_size, panels,
-                                           begin, end, sums + first * kGroup * kPanel);
+        multiply_rows<kRows, false>(last - first, x + first * x_stride, x_stride, w, panel_size, panels, begin,
+                                    end, sums + first * kGroup * kPanel);
       }
     }
   }
@@ -335,11 +342,12 @@ void packed_linear(const LinearArgs& a) {
   // if gated, only those of the first half, each of which implies one of the second
   const int64_t panels = a.is_gated ? a.out_features / 2 / kPanel : (a.out_features + kPanel - 1) / kPanel;
   const int64_t most_rows = a.is_gated ? kTaskRows / 2 : kTaskRows;
-  const int64_t row_blocks = (a.rows + most_rows - 1) / most_rows;
+  int64_t row_blocks = (a.rows + most_rows - 1) / most_rows, group = kGroup;
   const int threads = threads_for(a.rows * a.in_features * a.out_features / 8);
-  // fewer panels per task if there would be too few tasks to balance the threads
-  int64_t group = kGroup;
-  while (group > 1 && row_blocks * ((panels + group - 1) / group) < 4 * threads) group /= 2;
+  // fewer rows and then panels per task if there would be too few tasks to balance the threads
+  const auto are_too_few = [&] { return row_blocks * ((panels + group - 1) / group) < 4 * threads; };
+  if (are_too_few()) row_blocks = (2 * a.rows + most_rows - 1) / most_rows;
+  while (group > 1 && are_too_few()) group /= 2;
   const int64_t groups = (panels + group - 1) / group;
   const auto task = [&](int64_t index) {
     const int64_t block = index / groups, panel = index % groups * group;
