@@ -212,7 +212,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), help="default: %(default)s")
     parser.add_argument("--attention", nargs="*", choices=BATCHES, default=list(BATCHES), help="default: all")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
-    parser.add_argument("--isa", help="the kernels' instruction set; default: the best of the machine")
+    parser.add_argument("--isa", help="the kernels' instruction set; default: as a server chooses")
     parser.add_argument("--threads", type=int, help="default: as torch chooses")
     parser.add_argument("--budget", type=float, default=0.3, help="seconds of calls per case (default: %(default)s)")
     parser.add_argument("--gib", type=float, default=0.5, help="read in a measurement of the bandwidth, in GiB")
@@ -230,7 +230,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     dtype = getattr(torch, args.dtype)
-    description = machine.describe()
+    description = machine.describe(args.isa)
     print(machine.one_line(description))
     with Peaks(args.gib) as peaks, torch.inference_mode():
         alone = _limits_alone(peaks)

@@ -15,6 +15,7 @@ import torch
 
 import ascend_vllm
 from ascend_vllm.ops import native
+from ascend_vllm.ops.kernel_choice import choose_cpu_kernels
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 # instruction sets that determine a processor's performance, as in /proc/cpuinfo on x86 and Arm
@@ -54,8 +55,18 @@ def _chosen_huge_pages() -> str | None:
     return found[1] if found else None
 
 
-def describe() -> dict[str, Any]:
-    """The hardware, system and software that affect results."""
+def _chosen_isa() -> str | None:
+    """The sets that bfloat16 models are computed with on this machine, which this process uses from now on too."""
+    choice = choose_cpu_kernels(torch.bfloat16, probe=True)
+    return native.cpu_isa() if choice is None else " and ".join(dict.fromkeys(choice.values()))
+
+
+def describe(isa: str | None = None) -> dict[str, Any]:
+    """The hardware, system and software that affect results.
+
+    Args:
+        isa: instruction set that the caller has selected for all kernels, if it has.
+    """
     info = _cpuinfo()
     flags = set((info.get("flags") or info.get("Features") or "").split())
     native.load_native_library()
@@ -77,7 +88,7 @@ def describe() -> dict[str, Any]:
         "torch": torch.__version__,
         "ascend_vllm": ascend_vllm.__version__,
         "commit": _commit(),
-        "kernels_isa": native.cpu_isa(),
+        "kernels_isa": isa or _chosen_isa(),
         "torch_isa": torch.backends.cpu.get_cpu_capability(),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
     }
