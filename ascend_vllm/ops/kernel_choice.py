@@ -51,8 +51,8 @@ FAMILIES = {
 _PRODUCTS = tuple(name for name in native.KERNEL_CLASSES if name != "attention")
 _LABELS = {
     "one_row": "products of 1 row",
-    "few_rows": f"of 2 to {native.MOST_FEW_ROWS} rows",
-    "many_rows": "of more rows",
+    "few_rows": f"products of 2 to {native.MOST_FEW_ROWS} rows",
+    "many_rows": "products of more rows",
     "attention": "attention",
 }
 
@@ -99,11 +99,21 @@ def choose_cpu_kernels(dtype: torch.dtype, *, probe: bool) -> Choice | None:
             reason += f", as no measurement can be kept in {path.parent} ({error.strerror})"
     for kernel_class, isa in choice.items():
         native.set_cpu_isa(isa, kernel_class, dtype)
-    others = native.cpu_isa()
-    sets = ", ".join(f"{choice[name]} for {_LABELS[name]}" for name in native.KERNEL_CLASSES)
-    is_mixed = {*choice.values(), others} != {others}
-    logger.info("CPU kernels: %s, %s", f"{sets}, {others} for others" if is_mixed else others, reason)
+    logger.info("CPU kernels: %s, %s", _describe(choice, native.cpu_isa()), reason)
     return choice
+
+
+def _describe(choice: Choice, others: str | None) -> str:
+    """The chosen sets, and that of all other kernels, for the log."""
+    if set(choice.values()) == {others}:
+        return f"{others}"
+    uses: dict[str, list[str]] = {}
+    for name, isa in choice.items():
+        uses.setdefault(isa, []).append(_LABELS[name])
+    sets = [f"{isa} for {' and '.join(labels)}" for isa, labels in uses.items()]
+    if len(uses) == 1:
+        sets = [f"{choice['attention']} for products and attention"]
+    return ", ".join([*sets, f"{others} for all others"])
 
 
 def candidates(dtype: torch.dtype) -> list[str]:
