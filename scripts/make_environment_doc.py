@@ -41,7 +41,7 @@ They may be set; nothing changes.
 | `VLLM_WORKER_MULTIPROC_METHOD` | one worker lives in the engine's process, several in programs of their own |
 | `VLLM_ALLOW_DEPRECATED_BLOCK_MANAGER_V1` | there is only one block manager |
 | `VLLM_TRACE_FUNCTION` | use a debugger or the profiler |
-| `PROMETHEUS_MULTIPROC_DIR` | one process answers HTTP requests and keeps the metrics |
+| `PROMETHEUS_MULTIPROC_DIR` | the API servers keep their metrics in memory, and one adds up those of all |
 
 ## Variables of features that are still to come
 

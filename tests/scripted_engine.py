@@ -32,6 +32,9 @@ TEMPLATE = (
 class ScriptedEngine:
     """An engine's front whose model writes a given text, cut into given pieces, for every choice."""
 
+    # the only API server
+    group = None
+
     def __init__(self, pieces: Sequence[str], finish_reason: str = "stop") -> None:
         self.config = make_config(max_model_len=512)
         self.max_model_len = 512

@@ -7,6 +7,8 @@ Started by the API-server process, which binds both sockets. The protocol:
 - --input: PULL, one CoreInbound message per frame.
 - --output: PUSH, one CoreOutbound message per frame; the first is EngineReady or EngineFailed.
 
+With --api-server-count both are given once per API-server process; see `core/clients.py`.
+
 One thread does all the work; besides there are zmq's threads and one that waits for the end of stdin. SIGINT is
 ignored: a terminal sends it to the parent, too, which then sends Shutdown or SIGTERM.
 """
@@ -14,6 +16,7 @@ ignored: a terminal sends it to the parent, too, which then sends Shutdown or SI
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import select
@@ -21,13 +24,16 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 import msgspec
 import psutil
 import zmq
 
 from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.core.clients import Clients
 from ascend_vllm.core.engine_core import EngineCore, build
 from ascend_vllm.errors import AscendVllmError, EngineDeadError, RequestError
 from ascend_vllm.logger import init_logger, name_process
@@ -41,6 +47,7 @@ from ascend_vllm.types.messages import (
     EngineFailed,
     EngineReady,
     FinishReason,
+    SchedulerStats,
     SequencesOfRequest,
     UtilityCall,
     UtilityResult,
@@ -57,18 +64,27 @@ _GRACE_S = 5.0
 
 
 class CoreLoop:
-    """Passes messages of one socket to an engine core, and its outputs to another.
+    """Passes messages of its clients, the API-server processes, to an engine core, and its outputs to them.
 
     Args:
         core: ready for requests; the caller shuts it down.
-        inbound: PULL.
-        outbound: PUSH.
+        inbound: PULL, of the only client or the first of several.
+        outbound: PUSH, of the same.
+        further: both for each other client.
     """
 
-    def __init__(self, core: EngineCore, inbound: zmq.Socket[bytes], outbound: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        inbound: zmq.Socket[bytes],
+        outbound: zmq.Socket[bytes],
+        further: Sequence[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = (),
+    ) -> None:
         self._core = core
+        # with several clients: the one whose message is handled
         self._inbound = inbound
         self._outbound = outbound
+        self._clients = Clients([(inbound, outbound), *further]) if further else None
         self._decoder = msgspec.msgpack.Decoder(CoreInbound)
         self._encoder = msgspec.msgpack.Encoder()
         # workers' methods may return any type
@@ -76,7 +92,8 @@ class CoreLoop:
         self._stopping = False
         # waited for when there is nothing to do
         self._poller = zmq.Poller()
-        self._poller.register(inbound, zmq.POLLIN)
+        for socket in (inbound,) if self._clients is None else self._clients.sockets:
+            self._poller.register(socket, zmq.POLLIN)
         if core.death_descriptor is not None:
             self._poller.register(core.death_descriptor, zmq.POLLIN)
 
@@ -92,7 +109,7 @@ class CoreLoop:
                 self._fail(error)
                 return 1
             if outputs is not None:
-                self._send(outputs)
+                self._send_outputs(outputs)
 
     def _receive(self) -> None:
         """Handles messages that have arrived; waits for one if there is nothing else to do.
@@ -103,15 +120,45 @@ class CoreLoop:
             EngineDeadError: workers have died.
         """
         if not self._core.has_unfinished():
+            if self._clients is not None:
+                self._report_idle(self._clients)
             self._poller.poll()
             self._core.check_health()
         deadline = time.monotonic() + _RECEIVE_S
         while not self._stopping and (time.monotonic() < deadline or not self._core.has_unfinished()):
+            if self._clients is not None:
+                if not self._receive_of_each(self._clients):
+                    return
+                continue
             try:
                 frame = self._inbound.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._handle(frame)
+
+    def _receive_of_each(self, clients: Clients) -> bool:
+        """Handles at most one message of each client; False: there was none."""
+        for client in clients.newly_gone():
+            lost = clients.release(client)
+            if lost:
+                logger.error("API server %d is gone: its %d requests are aborted", client.index, len(lost))
+                self._core.abort_requests(lost)
+        found = False
+        for client in clients.living:
+            with contextlib.suppress(zmq.Again):
+                frame = client.inbound.recv(zmq.NOBLOCK)
+                found = True
+                self._outbound, clients.current = client.outbound, client
+                self._handle(frame)
+        return found
+
+    def _report_idle(self, clients: Clients) -> None:
+        """Tells the first client when there are no requests any more: it cannot know of the others' aborts."""
+        if clients.was_busy:
+            clients.was_busy = False
+            # the tokens of the last step have been counted
+            stats = SchedulerStats(**(self._core.stats() | {"num_prompt_tokens": 0}))
+            clients.first.send(self._encoder.encode(EngineCoreOutputs([], stats)))
 
     def _handle(self, frame: bytes) -> None:
         """Handles one message; invalid ones do not raise."""
@@ -127,6 +174,8 @@ class CoreLoop:
                 self._add_request(request)
         elif isinstance(message, AbortRequests):
             self._core.abort_requests(message.request_ids)
+            if self._clients is not None:
+                self._clients.forget(message.request_ids)
         elif isinstance(message, UtilityCall):
             self._call_utility(message)
         else:
@@ -138,6 +187,9 @@ class CoreLoop:
         except RequestError as error:
             # not answered: that would reach the unfinished request with the same id
             logger.error("Request ignored: %s", error)
+        else:
+            if self._clients is not None:
+                self._clients.own(message.request_id)
 
     def _reject(self, frame: bytes, error: Exception) -> None:
         """Logs a message that cannot be decoded, and answers it if it was a request or a call."""
@@ -174,8 +226,18 @@ class CoreLoop:
         """Sends an error for each request, then EngineFailed."""
         logger.exception("A step failed; the engine core ends")
         text = f"The engine core failed: {type(error).__name__}: {error}"
-        self._send(self._core.fail_requests(text))
-        self._send(EngineFailed(EngineDeadError.__name__, text))
+        self._send_outputs(self._core.fail_requests(text))
+        frame = self._encoder.encode(EngineFailed(EngineDeadError.__name__, text))
+        for outbound in (self._outbound,) if self._clients is None else self._clients.outbounds:
+            outbound.send(frame)
+
+    def _send_outputs(self, outputs: EngineCoreOutputs) -> None:
+        """Sends the outputs of a step, to each client those of its requests."""
+        if self._clients is None:
+            self._send(outputs)
+            return
+        for client, part in self._clients.split(outputs):
+            client.send(self._encoder.encode(part))
 
     def _send(self, message: CoreOutbound) -> None:
         self._outbound.send(self._encoder.encode(message))
@@ -263,20 +325,24 @@ def _start(fd: int) -> tuple[EngineCore | None, EngineReady | EngineFailed | Non
 def main(argv: list[str] | None = None) -> int:
     """Runs the process; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m ascend_vllm.core.proc", description="The engine core.")
-    parser.add_argument("--input", required=True, metavar="ADDRESS", help="socket to take messages from")
-    parser.add_argument("--output", required=True, metavar="ADDRESS", help="socket to send messages to")
+    kind: dict[str, Any] = {"required": True, "action": "append", "metavar": "ADDRESS"}
+    parser.add_argument("--input", **kind, help="socket to take messages from; one for each client")
+    parser.add_argument("--output", **kind, help="socket to send messages to; one for each client")
     args = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_on_sigterm)
     with zmq.Context() as context:
-        inbound = _connect(context, zmq.PULL, args.input)
-        outbound = _connect(context, zmq.PUSH, args.output)
+        pairs = [
+            (_connect(context, zmq.PULL, inbound), _connect(context, zmq.PUSH, outbound))
+            for inbound, outbound in zip(args.input, args.output, strict=True)
+        ]
         core: EngineCore | None = None
         try:
             core, greeting = _start(sys.stdin.fileno())
             if greeting is not None:
-                outbound.send(msgspec.msgpack.encode(greeting))
-            code = 1 if core is None else CoreLoop(core, inbound, outbound).run()
+                for _, outbound in pairs:
+                    outbound.send(msgspec.msgpack.encode(greeting))
+            code = 1 if core is None else CoreLoop(core, *pairs[0], pairs[1:]).run()
             if core is not None and code:
                 core.note_failure("the engine core has failed")
             return code
@@ -287,8 +353,9 @@ def main(argv: list[str] | None = None) -> int:
                 if _is_at_end(sys.stdin.fileno()):
                     core.note_failure("its server is gone")
                 core.shutdown()
-            inbound.close(linger=0)
-            outbound.close(linger=_LINGER_MS)
+            for inbound, outbound in pairs:
+                inbound.close(linger=0)
+                outbound.close(linger=_LINGER_MS)
 
 
 if __name__ == "__main__":

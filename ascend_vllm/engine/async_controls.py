@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from ascend_vllm.engine.api_group import ApiGroup
 from ascend_vllm.engine.core_client import CoreClient
 from ascend_vllm.engine.metrics import EngineMetrics
 from ascend_vllm.engine.output_processor import OutputProcessor, OutputQueue
@@ -17,19 +19,44 @@ PAUSE_MODES = ("abort", "wait", "keep")
 
 
 class AsyncControls(abc.ABC):
-    """The methods of `AsyncLLM` that wrap the engine cores' `CONTROLS`; all raise `EngineDeadError` once it died."""
+    """The methods of `AsyncLLM` that wrap the engine cores' `CONTROLS`; all raise `EngineDeadError` once it died.
+
+    With several API-server processes the first one is asked for pauses and sleep, and has the others do their part.
+
+    Args:
+        group: of the API-server processes; None: this is the only one.
+    """
 
     _client: CoreClient
     _output: OutputProcessor
     _metrics: EngineMetrics
 
-    def __init__(self) -> None:
+    def __init__(self, group: ApiGroup | None = None) -> None:
+        self.group = group
         # set whenever requests have ended
         self._end_waiters: list[asyncio.Event] = []
+        # requests with their queues, as the ids may be reused for new requests, by the number of the pause
+        self._present: dict[int, dict[str, OutputQueue[Any] | None]] = {}
+        self._pauses = itertools.count()
+        if group is not None:
+            parts = (
+                self._remember_requests,
+                self._wait_for_ends,
+                self._end_present,
+                self._forget_requests,
+                self._expect_steps,
+                self._abort_ids,
+                self.running_request_ids,
+            )
+            group.handlers |= {part.__name__: part for part in parts}
 
     @abc.abstractmethod
     async def ready(self) -> None:
         """Waits until the model is loaded."""
+
+    @abc.abstractmethod
+    def running_request_ids(self) -> list[str]:
+        """Ids of the requests that run or wait."""
 
     @abc.abstractmethod
     def _abort(self, request_id: str, queue: OutputQueue[Any] | None = None) -> None:
@@ -65,17 +92,19 @@ class AsyncControls(abc.ABC):
         if mode not in PAUSE_MODES:
             raise RequestError(f"mode must be one of {PAUSE_MODES}, got {mode!r}", "mode")
         await self.ready()
-        # with their queues: the ids may be reused for new requests meanwhile
-        present = {id_: self._output.queue_of(id_) for id_ in self._output.request_ids()}
-        if mode == "wait":
-            # the core holds requests that come from now on
-            await self._client.call_utility("pause", "wait", False)
-            await self._wait_for_ends(present)
-        await self._client.call_utility("pause", "keep", clear_cache)
-        self._client.expect_steps(False)
-        if mode == "abort":
-            for request_id, queue in present.items():
-                self._abort(request_id, queue)
+        pause = next(self._pauses)
+        await self._everywhere(self._remember_requests, pause)
+        try:
+            if mode == "wait":
+                # the core holds requests that come from now on
+                await self._client.call_utility("pause", "wait", False)
+                await self._everywhere(self._wait_for_ends, pause)
+            await self._client.call_utility("pause", "keep", clear_cache)
+            await self._everywhere(self._expect_steps, False)
+            if mode == "abort":
+                await self._everywhere(self._end_present, pause)
+        finally:
+            await self._everywhere(self._forget_requests, pause)
 
     async def resume_generation(self) -> None:
         """Ends `pause_generation`.
@@ -84,7 +113,7 @@ class AsyncControls(abc.ABC):
             RequestError: the engine sleeps.
         """
         await self._client.call_utility("resume")
-        self._client.expect_steps(True)
+        await self._everywhere(self._expect_steps, True)
 
     async def is_paused(self) -> bool:
         """Whether requests have to wait for `resume_generation` or `wake_up`."""
@@ -119,7 +148,7 @@ class AsyncControls(abc.ABC):
         await self._client.call_utility("wake_up", tags)
         if not await self.is_sleeping():
             self._metrics.set_sleep_level(0)
-            self._client.expect_steps(True)
+            await self._everywhere(self._expect_steps, True)
 
     async def is_sleeping(self) -> bool:
         """Whether memory of the engine is released."""
@@ -159,8 +188,46 @@ class AsyncControls(abc.ABC):
         result = await self._client.call_utility("collective_rpc", method, timeout, list(args), dict(kwargs or {}))
         return list(result)
 
-    async def _wait_for_ends(self, requests: Mapping[str, OutputQueue[Any] | None]) -> None:
-        """Waits until all of these requests, given with their queues, have ended."""
+    async def request_ids_of_all(self) -> list[str]:
+        """Ids of the requests that run or wait, in all API-server processes."""
+        ids = self.running_request_ids()
+        if self.group is not None:
+            for others in await self.group.ask_others(self.running_request_ids.__name__):
+                ids += others
+        return ids
+
+    async def abort_everywhere(self, request_ids: Sequence[str]) -> None:
+        """Ends requests of any API-server process early; unknown ids are ignored."""
+        await self._everywhere(self._abort_ids, request_ids)
+
+    async def _everywhere(self, part: Callable[..., Awaitable[None] | None], *args: Any) -> None:
+        """Calls one of the methods of `__init__` here and in the other API-server processes."""
+        own = part(*args)
+        if own is not None:
+            await own
+        if self.group is not None:
+            await self.group.ask_others(part.__name__, *args)
+
+    def _remember_requests(self, pause: int) -> None:
+        self._present[pause] = {id_: self._output.queue_of(id_) for id_ in self._output.request_ids()}
+
+    def _forget_requests(self, pause: int) -> None:
+        self._present.pop(pause, None)
+
+    def _expect_steps(self, expected: bool) -> None:
+        self._client.expect_steps(expected)
+
+    def _abort_ids(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._abort(request_id)
+
+    def _end_present(self, pause: int) -> None:
+        for request_id, queue in self._present[pause].items():
+            self._abort(request_id, queue)
+
+    async def _wait_for_ends(self, pause: int) -> None:
+        """Waits until all requests that were remembered have ended."""
+        requests = self._present[pause]
         ended = asyncio.Event()
         self._end_waiters.append(ended)
         try:

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from ascend_vllm.config.engine import EngineConfig, ParallelConfig
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
+from ascend_vllm.engine.api_group import ApiGroup, Count, SharedCounts
 from ascend_vllm.engine.async_controls import AsyncControls
 from ascend_vllm.engine.core_client import CoreClient
 from ascend_vllm.engine.core_receiver import LoopTask
@@ -59,9 +60,12 @@ class AsyncLLM(AsyncControls):
 
     Args:
         config: of the engine.
+        group: of the API-server processes that share the engine cores, which their parent starts; None: the cores are
+            this process's own.
 
     Attributes:
         config: of the engine.
+        group: as given.
         tokenizer: None under --skip-tokenizer-init.
         num_kv_blocks: blocks of the KV caches of all engine cores together; 0 until the engine is ready.
 
@@ -77,11 +81,12 @@ class AsyncLLM(AsyncControls):
         engine.shutdown()
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__()
+    def __init__(self, config: EngineConfig, group: ApiGroup | None = None) -> None:
+        super().__init__(group)
         self.config = config
-        self._metrics = EngineMetrics(config)
-        self._client = CoreClient(config, self._on_outputs, self._on_death)
+        counts = None if group is None else group.counts
+        self._metrics = EngineMetrics(config, counts)
+        self._client = CoreClient(config, self._on_outputs, self._on_death, group)
         self._client.start()
         try:
             # meanwhile the core imports torch and reads the weights
@@ -91,7 +96,7 @@ class AsyncLLM(AsyncControls):
             self._client.shutdown()
             raise
         self._output = OutputProcessor.from_config(config, self.tokenizer)
-        self._limits = QueueLimits(config, self._output, self._metrics)
+        self._limits = QueueLimits(config, self._output, self._metrics, counts)
         self.num_kv_blocks = 0
         self._is_ready = False
         self._refusal: RequestError | None = None
@@ -279,6 +284,7 @@ class AsyncLLM(AsyncControls):
         try:
             request.core_requests[0].is_further |= is_further
             self._client.add_requests(request.core_requests)
+            self._limits.publish()
             while not queue.has_ended:
                 yield await queue.get()
         finally:
@@ -359,6 +365,7 @@ class AsyncLLM(AsyncControls):
             if self.config.observability.log_requests:
                 logger.info("Aborted request %s.", request_id)
             self._metrics.record(None, stats, rank)
+            self._limits.publish()
             self._note_idle(rank)
 
     def _on_outputs(self, outputs: EngineCoreOutputs, rank: int) -> LoopTask:
@@ -377,6 +384,7 @@ class AsyncLLM(AsyncControls):
         if outputs.stats is not None:
             self._limits.num_waiting[rank] = outputs.stats.num_waiting
         self._metrics.record(outputs.stats, stats, rank)
+        self._limits.publish()
         self._note_idle(rank)
 
     def _note_idle(self, rank: int) -> None:
@@ -405,15 +413,25 @@ class QueueLimits:
         config: of the engine.
         output: holds the requests that were sent to the engine cores.
         metrics: count refusals.
+        counts: of all API-server processes; None: this is the only one.
 
     Attributes:
         num_waiting: waiting requests, as each core last reported.
     """
 
-    def __init__(self, config: EngineConfig, output: OutputProcessor, metrics: EngineMetrics) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        output: OutputProcessor,
+        metrics: EngineMetrics,
+        counts: SharedCounts | None = None,
+    ) -> None:
         self._config = config
         self._output = output
         self._metrics = metrics
+        scheduler = config.scheduler
+        has_limits = scheduler.max_num_queued_reqs is not None or scheduler.max_num_queued_tokens is not None
+        self._counts = counts if has_limits else None
         # request id → sequences of requests that are being checked and tokenised
         self._admitted: dict[str, int] = {}
         self.num_waiting = [0] * config.parallel.data_parallel_size
@@ -429,24 +447,43 @@ class QueueLimits:
         Raises:
             EngineBusyError: too many requests, or prompt tokens, wait.
         """
-        self._check()
-        self._admitted[request_id] = num_sequences
+        # no other process admits one between the check and the count
+        with contextlib.nullcontext() if self._counts is None else self._counts.lock():
+            self._check()
+            self._admitted[request_id] = num_sequences
+            self.publish()
         try:
             yield
         finally:
             del self._admitted[request_id]
 
+    def publish(self) -> None:
+        """Tells the other API-server processes what this one has in flight."""
+        if self._counts is not None:
+            self._counts.publish(Count.SEQUENCES, self._num_sequences())
+            if self._config.scheduler.max_num_queued_tokens is not None:
+                self._counts.publish(Count.PREFILL_TOKENS, self._output.num_prefill_tokens)
+
+    def _num_sequences(self) -> int:
+        return self._output.num_sequences + sum(self._admitted.values())
+
+    def _of_others(self, count: Count) -> int:
+        return 0 if self._counts is None else self._counts.of_others(count)
+
     def _check(self) -> None:
         """Refuses a request if too many wait: by the count beyond --max-num-seqs, or by the cores' own."""
         scheduler = self._config.scheduler
         most_tokens = scheduler.max_num_queued_tokens
-        if most_tokens is not None and self._output.num_prefill_tokens >= most_tokens:
+        if (
+            most_tokens is not None
+            and self._output.num_prefill_tokens + self._of_others(Count.PREFILL_TOKENS) >= most_tokens
+        ):
             self._metrics.count_rejection(BACKLOG_FULL)
             raise EngineBusyError(_BACKLOG)
         limit = scheduler.max_num_queued_reqs
         if limit is None:
             return
-        in_flight = self._output.num_sequences + sum(self._admitted.values())
+        in_flight = self._num_sequences() + self._of_others(Count.SEQUENCES)
         beyond_running = in_flight - scheduler.max_num_seqs * self._config.parallel.data_parallel_size
         num_waiting = sum(self.num_waiting)
         if beyond_running >= limit or (num_waiting > 0 and num_waiting >= limit):

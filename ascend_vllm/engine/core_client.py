@@ -7,14 +7,14 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 
 from ascend_vllm import envs
 from ascend_vllm.config.engine import EngineConfig
-from ascend_vllm.engine.core_process import CoreProcess
+from ascend_vllm.engine.core_process import AttachedCore, CoreProcess
 from ascend_vllm.engine.core_receiver import CoreReceiver, LoopTask
 from ascend_vllm.engine.request_router import RequestRouter
 from ascend_vllm.errors import AscendVllmError, ConfigError, EngineDeadError, ModelLoadError, RequestError
@@ -34,6 +34,9 @@ from ascend_vllm.types.messages import (
     UtilityCall,
     UtilityResult,
 )
+
+if TYPE_CHECKING:
+    from ascend_vllm.engine.api_group import ApiGroup
 
 logger = init_logger(__name__)
 
@@ -70,6 +73,7 @@ class CoreClient:
         on_outputs: called in the output thread with the outputs of a core's step, and the core's rank; returns a
             callable for the event loop.
         on_death: called once if a core that has started hangs or ends unexpectedly.
+        group: this process's, whose parent starts and ends the cores; None: they are this process's own.
 
     Raises:
         ConfigError: VLLM_ENGINE_ITERATION_TIMEOUT_S is no number of seconds.
@@ -80,6 +84,7 @@ class CoreClient:
         config: EngineConfig,
         on_outputs: Callable[[EngineCoreOutputs, int], LoopTask],
         on_death: Callable[[EngineDeadError], None],
+        group: ApiGroup | None = None,
     ) -> None:
         self._timeout_s = envs.engine_iteration_timeout_s(FACTS[config.device.device].iteration_timeout_s)
         self._on_outputs = on_outputs
@@ -91,14 +96,22 @@ class CoreClient:
         size = config.parallel.data_parallel_size
         # one core needs no choice
         self._router = (
-            RequestRouter(size, config.cache.block_size, by_prefix=config.cache.enable_prefix_caching)
+            RequestRouter(
+                size,
+                config.cache.block_size,
+                by_prefix=config.cache.enable_prefix_caching,
+                counts=None if group is None else group.counts,
+            )
             if size > 1
             else None
         )
+        self._gets_all_stats = group is not None and group.is_first
+        self._owns_cores = group is None
         self._cores: list[_Core] = []
         try:
             for rank in range(size):
-                self._cores.append(_Core(config, rank, self._take, self._reject))
+                process = CoreProcess(config, rank) if group is None else group.cores[rank]
+                self._cores.append(_Core(config, rank, process, self._take, self._reject))
         except BaseException:
             self.shutdown()
             raise
@@ -170,8 +183,8 @@ class CoreClient:
         return next((core.rank for core in self._cores if request_id in core.open_ids), 0)
 
     def is_idle(self, rank: int) -> bool:
-        """Whether a core has no request, and so sends no statistics."""
-        return not self._cores[rank].open_ids
+        """Whether a core has no request of this client, and so sends it no statistics; the first gets all of them."""
+        return not (self._gets_all_stats or self._cores[rank].open_ids)
 
     def expect_steps(self, expected: bool) -> None:
         """Sets whether cores with requests must send outputs; paused cores need not, and are not timed out."""
@@ -211,8 +224,9 @@ class CoreClient:
         self._is_closed = True
         were_alive = self._error is None
         self._fail(EngineDeadError("the engine was shut down"))
-        for core in self._cores:
-            core.begin_shutdown(were_alive)
+        if self._owns_cores:
+            for core in self._cores:
+                core.begin_shutdown(were_alive)
         for core in self._cores:
             core.close()
 
@@ -336,11 +350,12 @@ class _Core:
     Args:
         config: of the whole engine.
         rank: of the core.
+        process: of the core, to be started by the owner.
         take, reject: `take` and `refuse` of `CoreReceiver`, with the core as a second argument.
 
     Attributes:
         name: for the log and errors; among several cores it contains the rank.
-        process: to be started by the owner.
+        process: of the core.
         receiver: reads the core's messages.
         ready: resolved with the EngineReady message; None before `listen`.
         open_ids: requests that were sent and have not ended.
@@ -352,12 +367,13 @@ class _Core:
         self,
         config: EngineConfig,
         rank: int,
+        process: CoreProcess | AttachedCore,
         take: Callable[[CoreOutbound, _Core], LoopTask],
         reject: Callable[[Exception, _Core], LoopTask],
     ) -> None:
         self.rank = rank
         self.name = "the engine core" if config.parallel.data_parallel_size == 1 else f"engine core {rank}"
-        self.process = CoreProcess(config, rank)
+        self.process = process
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sender = _bound(zmq.Socket(self._context, zmq.PUSH), self.process.inbound)
         socket = _bound(zmq.Socket(self._context, zmq.PULL), self.process.outbound)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from ascend_vllm import envs
 from ascend_vllm.config.engine import EngineConfig
 
 # Socket addresses are limited to 107 bytes by the kernel.
-_MAX_DIRECTORY_LENGTH = 90
+MAX_DIRECTORY_LENGTH = 90
 _TERMINATE_S = 3.0
 VISIBLE_NPUS = "ASCEND_RT_VISIBLE_DEVICES"
 
@@ -34,21 +35,26 @@ class CoreProcess:
     Args:
         config: of the whole engine.
         rank: number of the core, of --data-parallel-size.
+        num_clients: API-server processes, each of which has an address of its own in both directions.
 
     Attributes:
         inbound: address of messages to the core; bind a PUSH socket there before `start`.
         outbound: address of messages from the core; bind a PULL socket there before `start`.
+        addresses: both for each client; `inbound` and `outbound` are the first client's.
     """
 
-    def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+    def __init__(self, config: EngineConfig, rank: int = 0, num_clients: int = 1) -> None:
         self._config = config_of_engine(config, rank)
         self._environment = environment_of_engine(config, rank)
         self._process: subprocess.Popen[bytes] | None = None
         self._directory = tempfile.mkdtemp(
-            prefix="ascend_vllm-", dir=None if len(tempfile.gettempdir()) <= _MAX_DIRECTORY_LENGTH else "/tmp"
+            prefix="ascend_vllm-", dir=None if len(tempfile.gettempdir()) <= MAX_DIRECTORY_LENGTH else "/tmp"
         )
-        self.inbound = f"ipc://{self._directory}/inbound"
-        self.outbound = f"ipc://{self._directory}/outbound"
+        self.addresses = [
+            (f"ipc://{self._directory}/inbound{suffix}", f"ipc://{self._directory}/outbound{suffix}")
+            for suffix in ("", *map(str, range(1, num_clients)))
+        ]
+        self.inbound, self.outbound = self.addresses[0]
         self._cleanup = weakref.finalize(self, _kill_and_clean, None, self._directory)
 
     def start(self, on_exit: Callable[[int], None]) -> None:
@@ -57,7 +63,9 @@ class CoreProcess:
         Args:
             on_exit: called once with the exit code, in a thread of its own.
         """
-        command = [sys.executable, "-m", "ascend_vllm.core.proc", "--input", self.inbound, "--output", self.outbound]
+        command = [sys.executable, "-m", "ascend_vllm.core.proc"]
+        for inbound, outbound in self.addresses:
+            command += ["--input", inbound, "--output", outbound]
         environment = envs.everything() | self._environment
         process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environment)
         self._process = process
@@ -86,15 +94,24 @@ class CoreProcess:
         """Unlinks the sockets once the core has connected, so that none is left however this process ends."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
+    def detach(self) -> None:
+        """Leaves the process's end and its sockets to another process, from which this one was forked."""
+        self._cleanup.detach()
+
+    def end_orderly(self) -> None:
+        """Sends SIGTERM to the process alone, which then ends its workers."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
     def terminate(self) -> None:
         """Sends SIGTERM; the process ends when native code that it is in returns."""
         if self._process is not None:
-            _signal_session(self._process, signal.SIGTERM)
+            _signal_session(self._process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """Sends SIGKILL, which also ends a process that is stopped or stuck in native code."""
         if self._process is not None and self._process.poll() is None:
-            _signal_session(self._process, signal.SIGKILL)
+            _signal_session(self._process.pid, signal.SIGKILL)
 
     def stop(self, grace_s: float) -> None:
         """Waits for the process to end, then ends it, and removes the sockets; may be called again.
@@ -105,13 +122,73 @@ class CoreProcess:
         process = self._process
         if process is not None:
             if not (grace_s and _wait(process, grace_s)):
-                _signal_session(process, signal.SIGTERM)
+                _signal_session(process.pid, signal.SIGTERM)
                 _wait(process, _TERMINATE_S)
             if process.stdin is not None:
                 with contextlib.suppress(OSError):
                     process.stdin.close()
         # kills it if it still runs, and removes the directory
         self._cleanup()
+
+
+class AttachedCore:
+    """An engine core that this process's parent has started, with the interface of `CoreProcess`.
+
+    Args:
+        inbound, outbound: this process's addresses, see `CoreProcess`.
+
+    Attributes:
+        pid: process id of the core; None until the parent says it.
+        exit_code: None while it runs.
+    """
+
+    def __init__(self, inbound: str, outbound: str) -> None:
+        self.inbound = inbound
+        self.outbound = outbound
+        self.pid: int | None = None
+        self.exit_code: int | None = None
+        self._on_exit: Callable[[int], None] | None = None
+        self._lock = threading.Lock()
+
+    def start(self, on_exit: Callable[[int], None]) -> None:
+        """Has `on_exit` called once with the exit code, in another thread."""
+        with self._lock:
+            self._on_exit = on_exit
+            exit_code = self.exit_code
+        if exit_code is not None:
+            on_exit(exit_code)
+
+    def note_exit(self, exit_code: int) -> None:
+        """Says that the core has ended."""
+        with self._lock:
+            self.exit_code = exit_code
+            on_exit = self._on_exit
+        if on_exit is not None:
+            on_exit(exit_code)
+
+    def remove_sockets(self) -> None:
+        """Unlinks this process's sockets once the core has connected."""
+        paths = [pathlib.Path(address.removeprefix("ipc://")) for address in (self.inbound, self.outbound)]
+        for path in paths:
+            path.unlink(missing_ok=True)
+        # until the other clients have removed theirs it is not empty
+        with contextlib.suppress(OSError):
+            paths[0].parent.rmdir()
+
+    def terminate(self) -> None:
+        """Sends SIGTERM to the core and its workers."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Sends SIGKILL to the core and its workers."""
+        self._signal(signal.SIGKILL)
+
+    def stop(self, grace_s: float) -> None:
+        """Does nothing: the parent ends the core when no process needs it any more."""
+
+    def _signal(self, number: int) -> None:
+        if self.pid is not None and self.exit_code is None:
+            _signal_session(self.pid, number)
 
 
 def config_of_engine(config: EngineConfig, rank: int) -> EngineConfig:
@@ -162,14 +239,14 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
     return True
 
 
-def _signal_session(process: subprocess.Popen[bytes], number: int) -> None:
-    """Signals the process and its children."""
+def _signal_session(pid: int, number: int) -> None:
+    """Signals a process that leads a session, and its children."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
+        os.killpg(pid, number)
 
 
 def _kill_and_clean(process: subprocess.Popen[bytes] | None, directory: str) -> None:
     if process is not None and process.poll() is None:
-        _signal_session(process, signal.SIGKILL)
+        _signal_session(process.pid, signal.SIGKILL)
         process.wait()
     shutil.rmtree(directory, ignore_errors=True)

@@ -23,6 +23,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.engine.api_group import Count, SharedCounts
 from ascend_vllm.logger import init_logger
 from ascend_vllm.types.messages import SchedulerStats
 
@@ -161,20 +162,25 @@ _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 class EngineMetrics(Collector):
     """All metrics of an engine, for each of its cores.
 
+    Of several API-server processes each counts its own requests, and only the first knows the state of the cores and
+    logs it.
+
     Args:
         config: of the engine.
+        counts: of all API-server processes; None: this is the only one.
 
     Attributes:
         registry: of this engine alone; holds the process's own metrics too.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, counts: SharedCounts | None = None) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         # python_gc_*, python_info, process_*
         GCCollector(self.registry)
         PlatformCollector(self.registry)
         ProcessCollector(registry=self.registry)
         self._logs = config.observability.log_stats
+        self._counts = counts
         self._cores = [_CoreMetrics(config, rank) for rank in range(config.parallel.data_parallel_size)]
         if self._logs:
             self.registry.register(self)
@@ -200,7 +206,13 @@ class EngineMetrics(Collector):
             step: statistics of its requests.
             rank: number of the core.
         """
-        self._cores[rank].record(scheduler, step)
+        core = self._cores[rank]
+        if self._counts is None:
+            core.record(scheduler, step)
+            return
+        core.record(scheduler if self._counts.index == 0 else None, step)
+        self._counts.publish(Count.PROMPT_TOKENS, core.num_prompt_tokens, rank)
+        self._counts.publish(Count.GENERATION_TOKENS, core.num_generation_tokens, rank)
 
     def set_idle(self, rank: int = 0) -> None:
         """Sets a core's running and waiting requests and used KV blocks to 0."""
@@ -215,13 +227,21 @@ class EngineMetrics(Collector):
         Args:
             now: seconds of time.monotonic(); None: now.
         """
-        if not self._logs:
+        if not self._logs or (self._counts is not None and self._counts.index > 0):
             return
         now = time.monotonic() if now is None else now
         for rank, core in enumerate(self._cores):
-            line = core.log_line(now)
+            line = core.log_line(now, self._tokens_of_others(rank))
             if line is not None:
                 logger.info("%s%s", f"Engine {rank:03}: " if len(self._cores) > 1 else "", line)
+
+    def _tokens_of_others(self, rank: int) -> tuple[int, int]:
+        """Prompt and generation tokens of the other API-server processes."""
+        if self._counts is None:
+            return 0, 0
+        return self._counts.of_others(Count.PROMPT_TOKENS, rank), self._counts.of_others(
+            Count.GENERATION_TOKENS, rank
+        )
 
     def collect(self) -> Iterator[Metric]:
         """Makes the metric families, with the samples of all cores in each; called by the registry."""
@@ -248,8 +268,8 @@ class _CoreMetrics:
         self.scheduler = SchedulerStats(0, 0, 0.0, 0)
         self.num_rejections = dict.fromkeys(_REJECTION_REASONS, 0)
         self.sleep_level = 0
-        self._num_prompt_tokens = 0
-        self._num_generation_tokens = 0
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
         self._num_cached_tokens = 0
         self._successes = dict.fromkeys(_FINISH_REASONS, 0)
         self._histograms = _make_histograms(config.scheduler.max_model_len)
@@ -267,8 +287,8 @@ class _CoreMetrics:
             num_tokens = scheduler.num_prompt_tokens + scheduler.num_generation_tokens
             if num_tokens:
                 histograms["step_tokens"].observe(num_tokens)
-        self._num_prompt_tokens += step.num_prompt_tokens
-        self._num_generation_tokens += step.num_generation_tokens
+        self.num_prompt_tokens += step.num_prompt_tokens
+        self.num_generation_tokens += step.num_generation_tokens
         self._num_cached_tokens += step.num_cached_tokens
         self.num_rejections[_QUEUE_TIMEOUT] += step.num_queue_timeouts
         for seconds in step.first_token_s:
@@ -284,8 +304,13 @@ class _CoreMetrics:
                 if value is not None:
                     histograms[field].observe(value)
 
-    def log_line(self, now: float) -> str | None:
-        """The line about the throughput since the last one; None if it is not due or nothing happened."""
+    def log_line(self, now: float, tokens_of_others: tuple[int, int] = (0, 0)) -> str | None:
+        """The line about the throughput since the last one; None if it is not due or nothing happened.
+
+        Args:
+            now: seconds of time.monotonic().
+            tokens_of_others: prompt and generation tokens that other API-server processes counted.
+        """
         stats = self.scheduler
         if self._last_time is None:
             self._last_time = now
@@ -293,10 +318,10 @@ class _CoreMetrics:
         elapsed = now - self._last_time
         if elapsed < LOG_INTERVAL_S:
             return None
-        prompt = self._num_prompt_tokens - self._last_counts[0]
-        generation = self._num_generation_tokens - self._last_counts[1]
+        counts = self.num_prompt_tokens + tokens_of_others[0], self.num_generation_tokens + tokens_of_others[1]
+        prompt, generation = counts[0] - self._last_counts[0], counts[1] - self._last_counts[1]
         busy = bool(prompt or generation or stats.num_running or stats.num_waiting)
-        self._last_time, self._last_counts = now, (self._num_prompt_tokens, self._num_generation_tokens)
+        self._last_time, self._last_counts = now, counts
         self._throughput = (prompt / elapsed, generation / elapsed)
         # one more line after the last activity, which shows zeros
         due, self._was_busy = busy or self._was_busy, busy
@@ -393,7 +418,7 @@ class _CoreMetrics:
         cached = self._num_cached_tokens
         # nothing comes from other engines or from a disk here
         sources = {
-            "local_compute": max(0, self._num_prompt_tokens - cached),
+            "local_compute": max(0, self.num_prompt_tokens - cached),
             "local_cache_hit": cached,
             "external_kv_transfer": 0,
         }
@@ -409,8 +434,8 @@ class _CoreMetrics:
                 None,
             ),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", self.scheduler.num_prefix_hits, None),
-            ("prompt_tokens", "Prompt tokens.", self._num_prompt_tokens, None),
-            ("generation_tokens", "Generated tokens.", self._num_generation_tokens, None),
+            ("prompt_tokens", "Prompt tokens.", self.num_prompt_tokens, None),
+            ("generation_tokens", "Generated tokens.", self.num_generation_tokens, None),
             ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", cached, None),
             ("prompt_tokens_by_source", "Prompt tokens by how they were had.", sources, "source"),
             (

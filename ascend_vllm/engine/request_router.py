@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Sequence
 
+from ascend_vllm.engine.api_group import Count, SharedCounts
 from ascend_vllm.types.messages import EngineCoreRequest, SchedulerStats
 
 # only this many blocks of a prompt are hashed; a longer shared prefix would hardly change the choice
@@ -32,9 +33,10 @@ class _Engine:
         # hashes of the prompt blocks sent to it, least recently used first
         self._prefixes: collections.OrderedDict[int, None] = collections.OrderedDict()
 
-    @property
-    def load(self) -> float:
-        return self.num_sequences + self.penalty if self.num_sequences else 0.0
+    def load(self, num_others: int) -> float:
+        """The load, with so many sequences of other API servers."""
+        total = self.num_sequences + num_others
+        return total + self.penalty if total else 0.0
 
     def count_known(self, hashes: Sequence[int]) -> int:
         """Length in blocks of the longest prefix that was sent to it before."""
@@ -73,6 +75,8 @@ class RequestRouter:
         num_engines: engine cores.
         block_size: tokens of a KV block.
         by_prefix: engines have prefix caches.
+        counts: of all API-server processes, so that the load includes what the others sent; each knows only the
+            prefixes that it sent itself. None: there is one process.
 
     Example::
 
@@ -82,10 +86,13 @@ class RequestRouter:
         router.release(request.request_id)
     """
 
-    def __init__(self, num_engines: int, block_size: int, *, by_prefix: bool) -> None:
+    def __init__(
+        self, num_engines: int, block_size: int, *, by_prefix: bool, counts: SharedCounts | None = None
+    ) -> None:
         self._engines = [_Engine() for _ in range(num_engines)]
         self._block_size = block_size
         self._by_prefix = by_prefix
+        self._counts = counts
         # request id → its engine and the number of its sequences
         self._routes: dict[str, tuple[int, int]] = {}
         # where round-robin among equals begins
@@ -103,13 +110,13 @@ class RequestRouter:
         parent = self._routes.get(request.parent_id) if request.parent_id is not None else None
         number = self._choose(request) if parent is None else parent[0]
         self._routes[request.request_id] = number, width
-        self._engines[number].num_sequences += width
+        self._change(number, width)
         return number
 
     def release(self, request_id: str) -> None:
         """Removes a request that has ended; unknown ids are ignored."""
         number, width = self._routes.pop(request_id, (0, 0))
-        self._engines[number].num_sequences -= width
+        self._change(number, -width)
 
     def take_stats(self, number: int, stats: SchedulerStats) -> None:
         """Updates an engine's penalty from its scheduler's state after a step."""
@@ -121,10 +128,20 @@ class RequestRouter:
         for engine in self._engines:
             engine.forget()
 
+    def _change(self, number: int, width: int) -> None:
+        engine = self._engines[number]
+        engine.num_sequences += width
+        if self._counts is not None:
+            self._counts.publish(Count.ROUTED, engine.num_sequences, number)
+
+    def _load(self, number: int) -> float:
+        others = 0 if self._counts is None else self._counts.of_others(Count.ROUTED, number)
+        return self._engines[number].load(others)
+
     def _choose(self, request: EngineCoreRequest) -> int:
         count = len(self._engines)
         hashes = self._hash_prefixes(request) if self._by_prefix else []
-        loads = [engine.load for engine in self._engines]
+        loads = [self._load(number) for number in range(count)]
         worth = max(_PREFIX_WORTH, _PREFIX_WORTH_SHARE * min(loads)) / max(1, len(hashes))
         scores = [
             load - worth * engine.count_known(hashes) for load, engine in zip(loads, self._engines, strict=True)

@@ -361,8 +361,9 @@ class FrontendArgs(HttpArgs):
     )
     api_server_count: int = flag(
         1,
-        "The number of processes that answer HTTP requests.",
-        unsupported="one process answers HTTP requests",
+        "The number of processes that answer HTTP requests, at one address and with one engine. More than one helps "
+        "where many short answers keep one process busy while the engine waits. 0 is the same as --headless.",
+        example="--api-server-count 2",
     )
     headless: bool = flag(
         False,
@@ -389,4 +390,11 @@ class FrontendArgs(HttpArgs):
             raise ConfigError(f"--sse-keep-alive-interval must not be negative, got {self.sse_keep_alive_interval}.")
         if self.max_log_len is not None and self.max_log_len < 0:
             raise ConfigError(f"--max-log-len must not be negative, got {self.max_log_len}.")
+        if self.headless and self.api_server_count > 1:
+            raise ConfigError(
+                f"--api-server-count={self.api_server_count} cannot be used with --headless (no API servers are "
+                "started in headless mode)."
+            )
+        if self.api_server_count > 1 and envs.allow_runtime_lora_updating():
+            raise ConfigError("VLLM_ALLOW_RUNTIME_LORA_UPDATING cannot be used with api_server_count > 1")
         super().check()

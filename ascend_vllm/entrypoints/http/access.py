@@ -23,6 +23,7 @@ from ascend_vllm.errors import RequestError
 
 if TYPE_CHECKING:
     from ascend_vllm.args.tables.server import FrontendArgs
+    from ascend_vllm.engine.api_group import ApiGroup
 
 # never need a key: monitoring, and pages that are the same on every server, which ask for the key themselves
 _OPEN = PAGES | {"/health", "/ping", "/version", "/metrics", "/ui", "/ui/{name}"}
@@ -141,6 +142,33 @@ class ApiKeyMiddleware:
         return bool(shown)
 
 
+class Places:
+    """What only so many requests may have at a time, by key; `ApiGroup` has the same method."""
+
+    def __init__(self) -> None:
+        self._taken: collections.Counter[str] = collections.Counter()
+
+    def take(self, key: str, limit: int = 1) -> Callable[[], None] | None:
+        """Takes one of a key's places.
+
+        Args:
+            key: any text.
+            limit: places of the key.
+
+        Returns:
+            A function that gives it back, to be called once; None: all places are taken.
+        """
+        if self._taken[key] >= limit:
+            return None
+        self._taken[key] += 1
+        return functools.partial(self._give_back, key)
+
+    def _give_back(self, key: str) -> None:
+        self._taken[key] -= 1
+        if not self._taken[key]:
+            del self._taken[key]
+
+
 class TooManyRequestsError(RequestError):
     """A client has reached --max-concurrent-requests-per-key."""
 
@@ -157,12 +185,13 @@ class ConcurrencyLimitMiddleware:
     Args:
         app: the application.
         limit: concurrent requests of one client.
+        group: of the API-server processes, which share the limit; None: this is the only one.
     """
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+    def __init__(self, app: ASGIApp, limit: int, group: ApiGroup | None = None) -> None:
         self._app = app
         self._limit = limit
-        self._running: collections.Counter[object] = collections.Counter()
+        self._places = Places() if group is None else group
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on.
@@ -175,22 +204,17 @@ class ConcurrencyLimitMiddleware:
             return
         # a Unix domain socket has no addresses
         client = scope.get(_KEY, (scope.get("client") or ("",))[0])
-        if self._running[client] >= self._limit:
+        leave = self._places.take(f"client {client!r}", self._limit)
+        if leave is None:
             raise TooManyRequestsError(
                 f"{self._limit} requests of yours are being answered already, and no more are at the same time "
                 "(--max-concurrent-requests-per-key). Please wait until one of them has ended."
             )
-        self._running[client] += 1
-        scope[_SLOT] = functools.partial(self._release, client)
+        scope[_SLOT] = leave
         try:
             await self._app(scope, receive, send)
         finally:
             keep_slot(scope)()
-
-    def _release(self, client: object) -> None:
-        self._running[client] -= 1
-        if not self._running[client]:
-            del self._running[client]
 
 
 def keep_slot(scope: Scope) -> Callable[[], None]:

@@ -138,6 +138,7 @@ class Program:
         access_log: one line per HTTP request.
         demo_example: an example request to the demo model, with {url} for the server's address.
         api_path: the path below which clients find the API, or its only route.
+        api_server_count: processes that answer requests; 1: this one does.
     """
 
     name: str
@@ -149,6 +150,7 @@ class Program:
     access_log: bool
     demo_example: str
     api_path: str
+    api_server_count: int = 1
 
 
 def serve(program: Program) -> int:
@@ -178,6 +180,17 @@ def serve(program: Program) -> int:
     with stop.raising(), _bound(http_args) as sock:
         is_demo = _is_demo(program.engine_args)
         engine_args = _with_model(program.engine_args)
+        example = program.demo_example if is_demo else None
+        if program.api_server_count > 1:
+            from ascend_vllm.entrypoints.http.api_processes import serve_by_processes
+
+            return serve_by_processes(
+                program.api_server_count,
+                engine_args.create_engine_config(),
+                sock,
+                stop,
+                lambda engine: _open(program, engine, sock, stop, example, start),
+            )
         # imported late: not needed for --help and invalid flags
         from ascend_vllm.engine.async_llm import AsyncLLM
 
@@ -185,7 +198,7 @@ def serve(program: Program) -> int:
             # the engine core starts here, in its own process; meanwhile this one imports the web framework
             engine = AsyncLLM.from_engine_args(engine_args)
         try:
-            return _open(program, engine, sock, stop, program.demo_example if is_demo else None, start)
+            return _open(program, engine, sock, stop, example, start)
         finally:
             stop.hold_back()
             engine.shutdown()
@@ -253,7 +266,8 @@ def _open(
             with stop.cancelling():
                 await engine.ready()
                 app = make_app(engine)
-                _describe(program, engine, app, sock)
+                if engine.group is None or engine.group.is_first:
+                    _describe(program, engine, app, sock)
                 server = HttpServer(
                     app,
                     program.http_args,
@@ -266,7 +280,8 @@ def _open(
                 gc.collect()
                 gc.freeze()
                 sys.setswitchinterval(_SWITCH_INTERVAL_S)
-                logger.info("server launch time cost: %.2f s", time.monotonic() - start)
+                if engine.group is None or engine.group.is_first:
+                    logger.info("server launch time cost: %.2f s", time.monotonic() - start)
                 return EXIT_OK if await server.serve_engine(engine) else EXIT_FAILURE
         except OSError as error:
             if error.errno != errno.EADDRINUSE:

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ascend_vllm.engine.api_group import Count, SharedCounts
 from ascend_vllm.engine.metrics import Histogram
 from ascend_vllm.entrypoints.http.access import declared_path, matched_route
 
@@ -137,12 +138,24 @@ def _content_length(headers: Headers) -> int:
 class ServerLoad:
     """Counts the generating requests that are in progress, for GET /load.
 
-    Attributes:
-        num_requests: in progress now.
+    Args:
+        counts: of all API-server processes; None: this is the only one.
     """
 
-    def __init__(self) -> None:
-        self.num_requests = 0
+    def __init__(self, counts: SharedCounts | None = None) -> None:
+        self._counts = counts
+        self._num_own = 0
+
+    @property
+    def num_requests(self) -> int:
+        """In progress now, in all processes."""
+        return self._num_own + (0 if self._counts is None else self._counts.of_others(Count.LOAD))
+
+    def add(self, change: int) -> None:
+        """Counts requests that begin, or, if negative, have ended."""
+        self._num_own += change
+        if self._counts is not None:
+            self._counts.publish(Count.LOAD, self._num_own)
 
 
 # prefixes of routes that use the model
@@ -166,8 +179,8 @@ class ServerLoadMiddleware:
         if not is_work or not declared_path(matched_route(scope)).startswith(_WORK):
             await self._app(scope, receive, send)
             return
-        self._load.num_requests += 1
+        self._load.add(1)
         try:
             await self._app(scope, receive, send)
         finally:
-            self._load.num_requests -= 1
+            self._load.add(-1)

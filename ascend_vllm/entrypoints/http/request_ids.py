@@ -8,15 +8,19 @@ causes. Ids in the engine get a random suffix, and are unique in any case.
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 from pydantic import AfterValidator
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ascend_vllm.entrypoints.http.access import caller_of
+from ascend_vllm.entrypoints.http.access import Places, caller_of
 from ascend_vllm.errors import DuplicateRequestError, RequestError
+
+if TYPE_CHECKING:
+    from ascend_vllm.engine.api_group import ApiGroup
 
 # ids are repeated in answers, headers and the log
 MAX_ID_LENGTH = 256
@@ -66,12 +70,13 @@ class Claims:
     """The ids that one request holds until it ends.
 
     Args:
-        living: (caller, id) of all unfinished requests.
+        places: one for each id of an unfinished request.
     """
 
-    def __init__(self, living: set[tuple[bytes, str]]) -> None:
-        self._living = living
-        self._taken: list[tuple[bytes, str]] = []
+    def __init__(self, places: Places | ApiGroup) -> None:
+        self._places = places
+        # give the ids back
+        self._releases: list[Callable[[], None]] = []
 
     def take(self, caller: bytes, request_id: str) -> None:
         """Claim an id.
@@ -83,24 +88,25 @@ class Claims:
         Raises:
             DuplicateRequestError: an unfinished request of the caller has it.
         """
-        if (caller, request_id) in self._living:
+        release = self._places.take(f"id {caller!r} {request_id}")
+        if release is None:
             raise DuplicateRequestError(
                 f"A request with the id '{request_id}' is running already. Wait for its end, or choose another "
                 "`request_id`.",
                 "request_id",
             )
-        self._living.add((caller, request_id))
-        self._taken.append((caller, request_id))
+        self._releases.append(release)
 
     def release(self) -> None:
         """Release the ids. May be called again."""
-        self._living.difference_update(self._taken)
-        self._taken.clear()
+        for release in self._releases:
+            release()
+        self._releases.clear()
 
     def hand_over(self) -> Claims:
         """Moves the ids to a new object, for a request that goes on after its answer."""
-        other = Claims(self._living)
-        other._taken, self._taken = self._taken, []
+        other = Claims(self._places)
+        other._releases, self._releases = self._releases, []
         return other
 
 
@@ -142,14 +148,15 @@ class RequestIdClaimsMiddleware:
 
     Args:
         app: the application.
+        group: of the API-server processes, among all of which ids are unique; None: this is the only one.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, group: ApiGroup | None = None) -> None:
         self._app = app
-        self._living: set[tuple[bytes, str]] = set()
+        self._places = Places() if group is None else group
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        claims = scope[_SCOPE_KEY] = Claims(self._living)
+        claims = scope[_SCOPE_KEY] = Claims(self._places)
         try:
             await self._app(scope, receive, send)
         finally:

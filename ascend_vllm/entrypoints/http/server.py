@@ -11,7 +11,7 @@ import pathlib
 import signal
 import socket
 import ssl
-from collections.abc import Collection, Generator
+from collections.abc import AsyncGenerator, Collection, Generator
 from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
@@ -35,6 +35,7 @@ from ascend_vllm.logger import init_logger
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+    from ascend_vllm.engine.api_group import ApiGroup
     from ascend_vllm.engine.async_llm import AsyncLLM
 
 logger = init_logger(__name__)
@@ -108,6 +109,7 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         keep_safe(*_LOGGERS)
+        self._app = app
         self._sock = sock
         self._args = args
         self._example = example
@@ -128,12 +130,29 @@ class HttpServer(uvicorn.Server):
         if self._tls_files:
             pollers.append(asyncio.create_task(self._poll_tls_files()))
         try:
-            await self.serve([self._sock, *(self._sock.dup() for _ in range(_NUM_LISTENERS - 1))])
+            async with self._answering_others(engine.group):
+                await self.serve([self._sock, *(self._sock.dup() for _ in range(_NUM_LISTENERS - 1))])
         finally:
             for poller in pollers:
                 poller.cancel()
             await asyncio.gather(*pollers, return_exceptions=True)
         return not engine.errored
+
+    @contextlib.asynccontextmanager
+    async def _answering_others(self, group: ApiGroup | None) -> AsyncGenerator[None, None]:
+        """Within, this API-server process answers others, if there are any; only the first one logs its start."""
+        if group is None:
+            yield
+            return
+        if group.is_first:
+            from ascend_vllm.entrypoints.http.forwarding import answering_forwarded
+
+            group.on_http = answering_forwarded(self._app, self.server_state.tasks)
+        else:
+            logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+            self._example = None
+        async with group.answering():
+            yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and log the address, which uvicorn does not do for sockets that it is passed."""

@@ -23,6 +23,11 @@ class StopSignals:
         self._is_requested = False
         self._is_held_back = False
 
+    @property
+    def is_requested(self) -> bool:
+        """Whether a signal has come."""
+        return self._is_requested
+
     @contextlib.contextmanager
     def raising(self) -> Generator[None, None, None]:
         """Within, a signal raises KeyboardInterrupt; restores the previous handlers afterwards."""
@@ -45,12 +50,21 @@ class StopSignals:
             yield
         finally:
             self._is_held_back = False
-        if self._is_requested:
-            raise KeyboardInterrupt
+        self.release()
 
     def hold_back(self) -> None:
         """From now on a signal is only recorded, until `cancelling` checks it or the program ends."""
         self._is_held_back = True
+
+    def release(self) -> None:
+        """From now on a signal raises again.
+
+        Raises:
+            KeyboardInterrupt: a signal came, now or earlier.
+        """
+        self._is_held_back = False
+        if self._is_requested:
+            raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def cancelling(self) -> Generator[None, None, None]:

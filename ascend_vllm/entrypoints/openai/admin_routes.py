@@ -72,13 +72,13 @@ def _add_pausing_routes(app: FastAPI, engine: AsyncLLM) -> None:
     async def abort_requests(http: Request) -> Response:
         body = await _read_object(http)
         wanted = body.get("request_ids")
-        running = engine.running_request_ids()
+        running = await engine.request_ids_of_all()
         if wanted is None:
-            await engine.abort(running)
+            await engine.abort_everywhere(running)
             return json_response({"status": "aborted", "aborted": len(running)})
         if not isinstance(wanted, list) or not all(isinstance(id_, str) for id_ in wanted):
             raise BodyError("request_ids must be a list of strings", "request_ids")
-        await engine.abort(matching_ids(running, wanted))
+        await engine.abort_everywhere(matching_ids(running, wanted))
         return json_response({"status": "aborted", "aborted": len(wanted)})
 
 

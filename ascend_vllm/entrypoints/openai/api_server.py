@@ -57,10 +57,12 @@ def _run_server(args: argparse.Namespace) -> int:
 
         frontend_args.chat_template = load_chat_template(frontend_args.chat_template)
     engine_args = EngineArgs.from_cli_args(args)
-    if frontend_args.headless and engine_args.node_rank == 0:
+    count = frontend_args.api_server_count
+    if (frontend_args.headless or count < 1) and engine_args.node_rank == 0:
+        given = "--headless" if frontend_args.headless else f"--api-server-count {count}"
         raise ConfigError(
-            "--headless starts no API server, and the one of --nnodes is on this machine, as --node-rank is 0: leave "
-            "--headless out, or give --nnodes and a --node-rank above 0."
+            f"{given} starts no API server, and the one of --nnodes is on this machine, as --node-rank is 0: leave "
+            f"{given} out, or give --nnodes and a --node-rank above 0."
         )
     log_requests = engine_args.enable_log_requests
     if frontend_args.enable_log_outputs and not log_requests:
@@ -83,6 +85,7 @@ def _run_server(args: argparse.Namespace) -> int:
             access_log=not frontend_args.disable_uvicorn_access_log,
             demo_example=_DEMO_EXAMPLE.replace("{model}", (engine_args.served_model_name or ["demo"])[0]),
             api_path="/v1",
+            api_server_count=count,
         )
     )
 

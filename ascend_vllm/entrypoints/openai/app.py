@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import prometheus_client
@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
 from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
 from pydantic import BaseModel, ValidationError
 
 import ascend_vllm
@@ -127,9 +128,22 @@ def _add_system_routes(
     async def version() -> Response:
         return json_response({"version": ascend_vllm.__version__})
 
+    def families() -> Iterator[Metric]:
+        yield from engine.metrics.collect()
+        yield from registry.collect()
+
+    group = engine.group
+    if group is not None:
+        from ascend_vllm.entrypoints.http import forwarding
+
+        group.handlers["metrics"] = lambda: forwarding.plain_families(families())
+
     @app.get("/metrics")
     async def metrics() -> Response:
-        text = prometheus_client.generate_latest(engine.metrics) + prometheus_client.generate_latest(registry)
+        if group is None:
+            text = prometheus_client.generate_latest(engine.metrics) + prometheus_client.generate_latest(registry)
+        else:
+            text = prometheus_client.generate_latest(await forwarding.metrics_of_all(group, families()))
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
     def card(name: str) -> ModelCard:
@@ -315,7 +329,8 @@ def build_app(
         add_development_routes(app, engine)
     if envs.torch_profiler_dir() is not None:
         add_profiling_routes(app, engine)
-    load = ServerLoad()
+    group = engine.group
+    load = ServerLoad(None if group is None else group.counts)
     add_small_routes(app, engine, args, load)
     if not args.disable_ui:
         from ascend_vllm.entrypoints.ui.routes import add_ui_routes
@@ -325,12 +340,19 @@ def build_app(
         key_scope = args.api_key_scope if api_keys(args) else None
         add_docs(app, functools.partial(_describe, app, engine, settings, key_scope))
     if args.max_concurrent_requests_per_key:
-        app.add_middleware(ConcurrencyLimitMiddleware, limit=args.max_concurrent_requests_per_key)
+        limit = args.max_concurrent_requests_per_key
+        app.add_middleware(ConcurrencyLimitMiddleware, limit=limit, group=group)
     install_error_handlers(app)
     app.add_exception_handler(ClientDisconnectedError, _client_gone)
-    app.add_middleware(RequestIdClaimsMiddleware)
+    app.add_middleware(RequestIdClaimsMiddleware, group=group)
     _add_metrics(app, engine, settings, registry)
     if args.enable_server_load_tracking:
         app.add_middleware(ServerLoadMiddleware, load=load)
     _add_middleware(app, args)
+    if group is not None and not group.is_first:
+        from ascend_vllm.entrypoints.http.forwarding import ForwardingMiddleware
+
+        # outermost: the first process's middleware sees what is forwarded
+        app.add_middleware(ForwardingMiddleware, group=group)
+        app.add_middleware(AnswerErrorsMiddleware, answer=error_response)
     return app
