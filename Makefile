@@ -35,7 +35,7 @@ PYTEST_NPU = $(PY) -m ascend_vllm.entrypoints.cli sim-run $(SIM_FLAGS) -- $(PYTE
 SIM_FLAGS ?= --devices 2 --memory 1073741824 --sync-timeout 5
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-clients test-fast test-cpu test-npu test-asan test-tsan lint format build clients npu sim docs clean distclean
+.PHONY: help serve test test-all test-clients test-fast test-cpu test-npu test-asan test-tsan bench-gate lint format build clients npu sim docs clean distclean
 
 help:
 	@echo "make serve   start the server on http://$(HOST):$(PORT) with the demo model"
@@ -43,6 +43,7 @@ help:
 	@echo "make test-all   run them with every combination (pytest --all);  make test-fast  run those of small parts"
 	@echo "make test-clients  run other people's clients, each in an environment of its own (gigabytes)"
 	@echo "make test-asan  run the kernels' tests with AddressSanitizer and UBSan;  make test-tsan  those of threads with TSan"
+	@echo "make bench-gate  is the working tree slower than a commit (BASE=COMMIT; default: where it left main)?"
 	@echo "make lint    ruff, mypy and clang-format"
 	@echo "make format  let ruff and clang-format rewrite the sources"
 	@echo "make build   install everything and build the kernels, run nothing"
@@ -121,6 +122,11 @@ test-asan: build $(STAMPS)/test
 TSAN_TESTS := tests/ops/test_team.py tests/ops/test_tapes.py --deselect tests/ops/test_team.py::test_a_fork_has_threads_of_its_own
 test-tsan: build $(STAMPS)/test
 	$(call run_sanitized,tsan,thread,TSAN_OPTIONS=ignore_noninstrumented_modules=1:die_after_fork=0,$(TSAN_TESTS))
+
+# about three minutes on a machine that does nothing else; exits with an error if a row fell by more than its noise
+BASE ?=
+bench-gate: build
+	$(PY) benchmarks/bench_gate.py $(if $(BASE),--base $(BASE)) $(ARGS)
 
 # every linter runs, so that one round shows all there is to mend
 lint: build $(STAMPS)/dev

@@ -21,7 +21,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -199,8 +199,8 @@ def compare(kernel: Callable[[], object], plain: Callable[[], object], budget_s:
     return statistics.median(times[0]), statistics.median(times[1])
 
 
-def run(names: list[str], dtype: torch.dtype, budget_s: float) -> list[Result]:
-    """Measures ops in `dtype`, or in the first dtype that an op supports."""
+def run(names: list[str], dtype: torch.dtype, budget_s: float, parts: Sequence[str] = ("",)) -> list[Result]:
+    """Measures ops in `dtype`, or in the first dtype that an op supports; cases with one of `parts` in the name."""
     results = []
     progress = tqdm(names, unit="op", disable=not sys.stderr.isatty())
     for name in progress:
@@ -210,6 +210,8 @@ def run(names: list[str], dtype: torch.dtype, budget_s: float) -> list[Result]:
         used = dtype if dtype in spec.dtypes else spec.dtypes[0]
         cases = CASES[name](used) if name in CASES else _largest_input(spec, used)
         for label, arguments, rival in cases:
+            if not any(part in label for part in parts):
+                continue
             plain = rival or functools.partial(spec.reference, *arguments)
             kernel_s, torch_s = compare(functools.partial(op, *arguments), plain, budget_s)
             isa = native.cpu_isa() or "reference"
@@ -244,6 +246,7 @@ def main() -> None:
     native.import_op_modules()
     parser = argparse.ArgumentParser(description="Microbenchmark of the ops against plain torch.")
     parser.add_argument("--op", nargs="+", choices=sorted(registry.OPS), default=sorted(registry.OPS))
+    parser.add_argument("--case", nargs="+", default=[""], help="only cases with one of these in their names")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--isa", help="instruction set; default: the best of the machine")
     parser.add_argument("--threads", type=int, help="default: as torch chooses")
@@ -260,7 +263,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     with torch.inference_mode():
-        results = run(args.op, getattr(torch, args.dtype), args.budget)
+        results = run(args.op, getattr(torch, args.dtype), args.budget, args.case)
     if args.json:
         args.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1) + "\n")
 
