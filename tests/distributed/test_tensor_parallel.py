@@ -199,9 +199,9 @@ def run_program(source: str, directory: pathlib.Path, model: str, **options: obj
 
 
 def test_a_program_needs_no_guard_and_leaves_nothing(tmp_path: pathlib.Path) -> None:
-    """Four ranks with one KV head, untied; the program ends without closing the engine."""
+    """Two ranks share one KV head, untied; the program ends without closing the engine."""
     model = tiny_model("llama-biases")
-    *_, tokens = run_program(PROGRAM, tmp_path, model, tensor_parallel_size=4)
+    *_, tokens = run_program(PROGRAM, tmp_path, model, tensor_parallel_size=2)
     llm = LLM(model, **OPTIONS)
     assert [[choice] for choice in tokens] == ids_of(generate(llm))
     llm.shutdown()
