@@ -101,7 +101,10 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def server(tiny_dir: str, certificates: pathlib.Path) -> Iterator[Server]:
     """A server in MindIE's form that only those with a certificate may ask."""
     flags = ["--model", tiny_dir, "--generate-format", "mindie", *ENGINE_FLAGS]
-    flags += ["--ssl-keyfile", str(certificates / "server.key"), "--ssl-certfile", str(certificates / "server.pem")]
+    # a certificate's file may hold the key too
+    both = certificates / "both.pem"
+    both.write_text("".join((certificates / name).read_text() for name in ("server.pem", "server.key")))
+    flags += ["--ssl-certfile", str(both)]
     flags += ["--ssl-ca-certs", str(certificates / "ca.pem"), "--ssl-cert-reqs", "2"]
     server = Server(GENERATE_SERVER, flags, scheme="https")
     try:
@@ -135,7 +138,9 @@ def joined(pieces: list[list[str]]) -> list[str]:
     return ["".join(parts) for parts in zip(*pieces, strict=True)]
 
 
-def test_the_documented_call_with_certificates(server: Server, certificates: pathlib.Path) -> None:
+def test_the_documented_call_with_certificates(
+    server: Server, certificates: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     command = MINDIE_CURL.replace("/home/runs/static_conf/ca/ca.pem", str(certificates / "ca.pem"))
     command = command.replace("/home/runs/static_conf/cert/client.pem", str(certificates / "client.pem"))
     command = command.replace("/home/runs/static_conf/cert/client.key.pem", str(certificates / "client.key"))
@@ -146,10 +151,15 @@ def test_the_documented_call_with_certificates(server: Server, certificates: pat
     assert answer.endswith(b"\0")
     assert 1 <= len(found) <= 16
     assert all(len(texts) == 1 and not texts[0].startswith("My name") for texts in found)
-    stranger = re.sub(r"--cert \S+ +--key \S+ ", "", command)
-    done = subprocess.run(stranger, shell=True, capture_output=True, timeout=30, check=False)
-    assert done.returncode != 0
-    assert done.stdout == b""
+    # without a certificate, and with one that another authority has signed
+    make_certificates(tmp_path)
+    strangers = [re.sub(r"--cert \S+ +--key \S+ ", "", command)]
+    strangers.append(command.replace(str(certificates / "client."), str(tmp_path / "client.")))
+    assert len({command, *strangers}) == 3
+    for stranger in strangers:
+        done = subprocess.run(stranger, shell=True, capture_output=True, timeout=30, check=False)
+        assert done.returncode != 0
+        assert done.stdout == b""
 
 
 @pytest.mark.parametrize("curl", VLLM_CURLS)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import pathlib
+import re
 import signal
 import ssl
 import warnings
@@ -100,14 +101,20 @@ def test_open_requests_are_told_that_the_server_ends(tiny_dir: str) -> None:
         server.close()
 
 
-def test_the_generate_server_tells_it_too(tiny_dir: str) -> None:
+def test_the_generate_server_notices_lost_clients_and_tells_the_others_that_it_ends(tiny_dir: str) -> None:
     body = {"prompt": "Hello", "max_tokens": LONG_TOKENS, "temperature": 0, "ignore_eos": True}
     server = Server(GENERATE_SERVER, ["--model", tiny_dir, *FLAGS[:-2]], LONG_ENV)
     try:
         server.wait_ready()
+        assert f"  address   http://127.0.0.1:{server.port}/generate\n" in server.log
+        # a client that leaves is no longer among those that are told
+        with post_raw(server, "/generate", body | {"stream": True}) as sock:
+            assert sock.recv(65536)
+        assert wait_until(lambda: "Aborted request generate-" in server.log), server.log
+        assert re.search(r"Received request generate-\w+: params: SamplingParams\(n=1.*max_tokens=30000", server.log)
         stream, whole = (post_raw(server, "/generate", body | {"stream": is_stream}) for is_stream in (True, False))
         assert stream.recv(65536)
-        assert wait_until(lambda: server.log.count("Received request generate-") == 2)
+        assert wait_until(lambda: server.log.count("Received request generate-") == 3)
         server.process.send_signal(signal.SIGINT)
         received = read_rest(stream)
         assert received.endswith(b"\0\r\n0\r\n\r\n")
