@@ -86,6 +86,10 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
     # heads as large as real models have them: NPUs have kernels of their own for 64 and 128
     "qwen2-64": lambda: transformers.Qwen2Config(**_GATED, head_dim=64, tie_word_embeddings=False),
+    # quickly compiled
+    "qwen2-64-shallow": lambda: transformers.Qwen2Config(
+        **_GATED | {"num_hidden_layers": 1}, head_dim=64, tie_word_embeddings=False
+    ),
     "qwen3": lambda: transformers.Qwen3Config(**_GATED, head_dim=32),
     "qwen3-biases": lambda: transformers.Qwen3Config(**_GATED, head_dim=32, attention_bias=True),
     # heads of 32, a width that NPUs have, too, as in the next ones

@@ -32,7 +32,9 @@ def make_config(query_lens: tuple[int, ...] = (1, 1 + NUM_DRAFTS), **options: An
         "swap_space": 0,
         "disable_log_stats": True,
     }
-    config = EngineArgs(model=tiny_model("qwen2-64", "float16"), **(settings | options)).create_engine_config()
+    config = EngineArgs(
+        model=tiny_model("qwen2-64-shallow", "float16"), **(settings | options)
+    ).create_engine_config()
     graphs = msgspec.structs.replace(config.graphs, query_lens=query_lens)
     if graphs.mode == GraphMode.COMPILED:
         # compiling is what costs time

@@ -69,7 +69,7 @@ def test_quantized_activations_are_captured(tmp_path: pathlib.Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("computes", [pytest.param(toy.IN_APPLY, marks=pytest.mark.exhaustive), toy.WITH_ACTIVATIONS])
 def test_they_are_compiled(computes: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quantized, _ = toy.checkpoints(tmp_path, MODEL, "float16", computes)
+    quantized, _ = toy.checkpoints(tmp_path, "qwen2-64-shallow", "float16", computes)
     expected = generate(make_engine(quantized, enforce_eager=True), PROMPTS[:2])
     monkeypatch.setenv("INFER_MODE", "PTA")
     monkeypatch.setenv("TORCHAIR_CACHE_HOME", str(tmp_path / "cache"))
