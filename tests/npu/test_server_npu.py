@@ -77,9 +77,15 @@ def _reaches_the_model(case: Case) -> bool:
 _COMPLETIONS = [*filter(_reaches_the_model, requests_completions.CASES)]
 # how a beam search ends is the engine core's: on devices one is as good as another
 _MORE_BEAMS = [case for case in _COMPLETIONS if case.name.startswith("completion-beams-")]
-CASES = [*OWN_CASES, *(case for case in _COMPLETIONS if case not in _MORE_BEAMS)]
+# and so are the ways to show the end of the same 40 tokens
+_MORE_ENDS = (
+    *("second-eos-stream", "batch-different-ends", "eos-included", "eos-as-stop-token", "ignore-eos-special-tokens"),
+    *("special-tokens-shown", "return-token-ids-eos", "stream-ends-by-itself"),
+)
+_OF_THE_CORE = [*_MORE_BEAMS, *(case for case in _COMPLETIONS if case.name.removeprefix("completion-") in _MORE_ENDS)]
+CASES = [*OWN_CASES, *(case for case in _COMPLETIONS if case not in _OF_THE_CORE)]
 EXHAUSTIVE_CASES = [
-    *_MORE_BEAMS,
+    *_OF_THE_CORE,
     *filter(_reaches_the_model, requests_chat.CASES),
     *filter(_reaches_the_model, requests_structured.CASES),
     *filter(_reaches_the_model, requests_agents.CASES),
@@ -151,7 +157,7 @@ def _chat(text: str, number: int) -> Case:
 
 CHATS = [_chat(text, number) for number, text in enumerate((*QUESTIONS, *GREETINGS))]
 # without --all, of the chats one in so many: prime to 4, so that all kinds of `_chat` are among them
-CHATS_APART = 5
+CHATS_APART = 9
 
 
 def _text(side: Side, case: Case) -> str:
