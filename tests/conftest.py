@@ -9,11 +9,14 @@ import json
 import logging
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # `from tests.tiny_models import …` works from any room, whatever directory pytest was started in
@@ -21,6 +24,10 @@ sys.path.insert(0, str(ROOT))
 # how long each file took, written by scripts/record_test_seconds.py
 SECONDS = pathlib.Path(__file__).resolve().parent / "seconds.json"
 SECONDS_OF_NEW_FILES = 5.0
+# servers that are shared by the tests of a session, and what tests of the first one ask for
+SHARED_SERVERS = re.compile(
+    r"\b(?:openai|patient|compact|guarded|generate)_server\b|\b(?:http: httpx|client: openai)\b"
+)
 # tests that run side by side share the cores; threads that wait for one another's would only be in the way
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -109,6 +116,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _leave_npu_tests_alone(config, items)
     _leave_exhaustive_tests_out(config, items)
     items.sort(key=lambda item: -_seconds_of_file(item.nodeid))
+
+
+@functools.cache
+def _shares_servers(file: str) -> bool:
+    path = ROOT / file
+    return path.is_file() and path.parent.name == "entrypoints" and bool(SHARED_SERVERS.search(path.read_text()))
+
+
+class _SharingServers(LoadFileScheduling):
+    """All tests of a file go to one worker, and so do all files that share servers: each is started once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return "tests/entrypoints" if _shares_servers(file) else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return _SharingServers(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -44,13 +44,28 @@ LONG_ENV = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
 
 @pytest.fixture(scope="session")
 def patient_server(tiny_dir: str) -> Iterator[Server]:
-    """The OpenAI-compatible server whose requests may be long, and are short unless they say more; it logs them.
+    """The OpenAI-compatible server whose requests may be long, and are short unless they say more; it logs them, and
+    allows 8 sequences of a request.
 
     Nothing that is asked of it fills the context of what is asked next.
     """
     flags = ["--served-model-name", "tiny", "alias", "--override-generation-config", '{"max_new_tokens": 8}']
-    flags += ["--enable-log-requests"]
+    flags += ["--enable-log-requests", "--max-sequences-per-request", "8"]
     with running(OPENAI_SERVER, ["--model", tiny_dir, *flags, *LONG_FLAGS], LONG_ENV) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def compact_server(tiny_dir: str) -> Iterator[Server]:
+    """The OpenAI-compatible server that reads tool calls, and writes JSON without whitespace.
+
+    A model of random weights would fill JSON with whitespace.
+    """
+    flags = ["--structured-outputs-config", '{"disable_any_whitespace": true}', "--num-scheduler-steps", "4"]
+    flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    with running(
+        OPENAI_SERVER, ["--model", tiny_dir, "--served-model-name", "tiny", *flags, *ENGINE_FLAGS]
+    ) as server:
         yield server
 
 
@@ -123,8 +138,9 @@ def guarded_server(tiny_dir: str, collector: Collector) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def generate_server(tiny_dir: str) -> Iterator[Server]:
-    """The /generate server."""
-    with running(GENERATE_SERVER, ["--model", tiny_dir, *ENGINE_FLAGS]) as server:
+    """The /generate server, which allows 70 sequences of a request, some more than run at once."""
+    flags = ["--model", tiny_dir, "--max-sequences-per-request", "70", *ENGINE_FLAGS]
+    with running(GENERATE_SERVER, flags) as server:
         yield server
 
 

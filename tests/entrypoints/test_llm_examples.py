@@ -10,13 +10,11 @@ import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from tests.benchmark_modules import run_here
-from tests.entrypoints.conftest import ENGINE_FLAGS
-from tests.server import OPENAI_SERVER, ROOT, Server, running
+from tests.server import ROOT, Server
 from tests.tiny_models import tiny_model
 
 
@@ -67,15 +65,6 @@ def test_example_of_embeddings(tmp_path: pathlib.Path) -> None:
     assert all(re.match(r"[+-][01]\.\d{4}  ", line) for line in lines[2:])
 
 
-@pytest.fixture(scope="module")
-def server(tiny_dir: str) -> Iterator[Server]:
-    """One that reads tool calls; a model of random weights would fill JSON with whitespace."""
-    flags = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    flags += ["--guided-decoding-backend", "auto:disable-any-whitespace"]
-    with running(OPENAI_SERVER, ["--model", tiny_dir, *flags, *ENGINE_FLAGS]) as server:
-        yield server
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -86,7 +75,7 @@ def server(tiny_dir: str) -> Iterator[Server]:
         ),
     ],
 )
-def test_example_of_a_client(name: str, expected: str, server: Server, tmp_path: pathlib.Path) -> None:
-    words = ["--base-url", f"{server.url}/v1", "--max-tokens", "150", "Is it warm?"]
+def test_example_of_a_client(name: str, expected: str, compact_server: Server, tmp_path: pathlib.Path) -> None:
+    words = ["--base-url", f"{compact_server.url}/v1", "--max-tokens", "150", "Is it warm?"]
     stdout, _ = run_here(f"examples/{name}", *words, directory=tmp_path)
     assert re.search(expected, stdout)

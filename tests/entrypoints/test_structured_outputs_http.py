@@ -18,10 +18,9 @@ import pydantic
 import pytest
 import regex
 
-from tests.entrypoints.conftest import ENGINE_FLAGS
 from tests.json_schemas import SPELLINGS, complete_schemas
 from tests.raw_requests import post_raw
-from tests.server import OPENAI_SERVER, Server, is_alive, is_idle, running, wait_until
+from tests.server import Server, is_alive, is_idle, wait_until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BASES: dict[str, dict[str, Any]] = {
@@ -106,20 +105,9 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[str], None]]] = {
 
 
 @pytest.fixture(scope="module")
-def server(tiny_dir: str) -> Iterator[Server]:
-    """A server that writes JSON without whitespace."""
-    compact = '{"disable_any_whitespace": true}'
-    flags = ["--structured-outputs-config", compact, "--num-scheduler-steps", "4", "--tool-call-parser", "hermes"]
-    with running(
-        OPENAI_SERVER, ["--model", tiny_dir, "--served-model-name", "tiny", *flags, *ENGINE_FLAGS]
-    ) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def asked(server: Server) -> Iterator[httpx.Client]:
+def asked(compact_server: Server) -> Iterator[httpx.Client]:
     """A client of the server; afterwards no request may be left."""
-    with httpx.Client(base_url=server.url, timeout=60) as http:
+    with httpx.Client(base_url=compact_server.url, timeout=60) as http:
         yield http
         assert http.get("/health").status_code == 200
         assert wait_until(lambda: is_idle(http))
@@ -347,8 +335,8 @@ class Animal(pydantic.BaseModel):
     asleep: bool
 
 
-def test_the_official_client_s_helper(server: Server) -> None:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+def test_the_official_client_s_helper(compact_server: Server) -> None:
+    with openai.OpenAI(base_url=f"{compact_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         asked = {"model": "tiny", "messages": BASES[CHAT]["messages"], "temperature": 0, "max_tokens": 60}
         answer = client.chat.completions.parse(**asked, response_format=Animal)
         animal = answer.choices[0].message.parsed
@@ -385,8 +373,8 @@ STOP = {"type": "function", "function": {"name": "stop", "parameters": {"type": 
 NAMED = {"type": "function", "function": {"name": "find"}}
 
 
-def test_a_named_function_is_called(server: Server) -> None:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+def test_a_named_function_is_called(compact_server: Server) -> None:
+    with openai.OpenAI(base_url=f"{compact_server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         fields: dict[str, Any] = BASES[CHAT] | {"model": "tiny", "tools": [STOP, FIND], "tool_choice": NAMED}
         (choice,) = client.chat.completions.create(**fields).choices
         assert (choice.message.content, choice.finish_reason) == (None, "stop")
@@ -479,20 +467,22 @@ def test_a_grammar_of_endless_repetitions_is_refused_at_once(asked: httpx.Client
         assert "the limit is 10000000" in error["message"] or "circular $ref" in error["message"]
 
 
-def test_a_client_that_leaves_ends_the_compilation_of_its_grammar(server: Server, asked: httpx.Client) -> None:
+def test_a_client_that_leaves_ends_the_compilation_of_its_grammar(
+    compact_server: Server, asked: httpx.Client
+) -> None:
     """The compilation once went on in its thread, using memory and delaying other requests."""
     name = "ascend_vllm.core.structured.compile_process"
     texts(asked, COMPLETIONS, guided_regex="a")
     # the quick ones stand back behind nobody
     niceness = psutil.Process().nice()
-    quick = {process.pid for process in server.find(name)}
+    quick = {process.pid for process in compact_server.find(name)}
     body = BASES[COMPLETIONS] | {"guided_grammar": LONG, "guided_decoding_backend": "guidance"}
-    with post_raw(server, COMPLETIONS, body):
+    with post_raw(compact_server, COMPLETIONS, body):
         # one of its own, once it has taken longer than usual ones do
         assert wait_until(
-            lambda: [process for process in server.find(name) if process.nice() > niceness], timeout_s=60
+            lambda: [process for process in compact_server.find(name) if process.nice() > niceness], timeout_s=60
         )
-        (busy,) = [process for process in server.find(name) if process.nice() > niceness]
+        (busy,) = [process for process in compact_server.find(name) if process.nice() > niceness]
         assert texts(asked, COMPLETIONS, guided_regex="b[0-9]") != []
         assert asked.post(COMPLETIONS, json=BASES[COMPLETIONS] | {"max_tokens": 3}).status_code == 200
     assert wait_until(lambda: not is_alive(busy), timeout_s=5)
