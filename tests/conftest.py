@@ -24,10 +24,13 @@ sys.path.insert(0, str(ROOT))
 # how long each file took, written by scripts/record_test_seconds.py
 SECONDS = pathlib.Path(__file__).resolve().parent / "seconds.json"
 SECONDS_OF_NEW_FILES = 5.0
-# servers that are shared by the tests of a session, and what tests of the first one ask for
-SHARED_SERVERS = re.compile(
-    r"\b(?:openai|patient|compact|guarded|generate)_server\b|\b(?:http: httpx|client: openai)\b"
-)
+# directory → what its tests call the servers that a session's tests share, and clients of them
+SHARED_SERVERS = {
+    "clients": re.compile(r"\bclients_server\b"),
+    "entrypoints": re.compile(
+        r"\b(?:openai|patient|compact|guarded|generate)_server\b|\b(?:http: httpx|client: openai)\b"
+    ),
+}
 # tests that run side by side share the cores; threads that wait for one another's would only be in the way
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -121,7 +124,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @functools.cache
 def _shares_servers(file: str) -> bool:
     path = ROOT / file
-    return path.is_file() and path.parent.name == "entrypoints" and bool(SHARED_SERVERS.search(path.read_text()))
+    names = SHARED_SERVERS.get(path.parent.name)
+    return names is not None and path.is_file() and names.search(path.read_text()) is not None
 
 
 class _SharingServers(LoadFileScheduling):
@@ -129,7 +133,7 @@ class _SharingServers(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
-        return "tests/entrypoints" if _shares_servers(file) else file
+        return file.rpartition("/")[0] if _shares_servers(file) else file
 
 
 @pytest.hookimpl(optionalhook=True)
