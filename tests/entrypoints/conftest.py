@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import http.server
+import pathlib
 import threading
 from collections.abc import Iterator
 
@@ -66,6 +67,26 @@ def compact_server(tiny_dir: str) -> Iterator[Server]:
     with running(
         OPENAI_SERVER, ["--model", tiny_dir, "--served-model-name", "tiny", *flags, *ENGINE_FLAGS]
     ) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def trace_dir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Where `developer_server` writes the traces of its worker."""
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="session")
+def developer_server(tiny_dir: str, trace_dir: pathlib.Path) -> Iterator[Server]:
+    """The OpenAI-compatible server with developers' routes, a prefix cache, priorities and several steps at once.
+
+    Tests leave it awake and resumed.
+    """
+    flags = ["--served-model-name", tiny_dir, "tiny", "--block-size", "16", "--enable-prefix-caching"]
+    flags += ["--enable-prompt-tokens-details", "--enable-sleep-mode", "--scheduling-policy", "priority"]
+    flags += ["--num-scheduler-steps", "4"]
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_TORCH_PROFILER_DIR": str(trace_dir)}
+    with running(OPENAI_SERVER, ["--model", tiny_dir, *flags, *ENGINE_FLAGS], env) as server:
         yield server
 
 

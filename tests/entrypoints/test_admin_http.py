@@ -14,8 +14,7 @@ import httpx
 import pytest
 
 from ascend_vllm.entrypoints.openai.admin_routes import matching_ids
-from tests.entrypoints.conftest import ENGINE_FLAGS
-from tests.server import OPENAI_SERVER, Server, running
+from tests.server import Server
 
 ROUTES = [
     ("POST", "/reset_prefix_cache"),
@@ -34,23 +33,10 @@ ROUTES = [
 GREEDY = {"prompt": list(range(5, 105)), "max_tokens": 300, "temperature": 0, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def trace_dir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return tmp_path_factory.mktemp("traces")
-
-
-@pytest.fixture(scope="module")
-def server(tiny_dir: str, trace_dir: pathlib.Path) -> Iterator[Server]:
-    flags = ["--model", tiny_dir, "--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-sleep-mode"]
-    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_TORCH_PROFILER_DIR": str(trace_dir)}
-    with running(OPENAI_SERVER, [*flags, *ENGINE_FLAGS], env) as server:
-        yield server
-
-
 @pytest.fixture
-def developer(server: Server) -> Iterator[httpx.Client]:
+def developer(developer_server: Server) -> Iterator[httpx.Client]:
     """A client; afterwards the server has every block free."""
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=developer_server.url, timeout=60) as client:
         yield client
         client.post("/wake_up")
         assert metric(client, "num_requests_running") == 0
@@ -128,9 +114,9 @@ def is_beginning(text: str, whole: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def whole_text(server: Server) -> str:
+def whole_text(developer_server: Server) -> str:
     """The text of an undisturbed completion."""
-    answer = ok(httpx.post(f"{server.url}/v1/completions", json=GREEDY, timeout=60))
+    answer = ok(httpx.post(f"{developer_server.url}/v1/completions", json=GREEDY, timeout=60))
     return str(answer["choices"][0]["text"])
 
 
@@ -147,7 +133,7 @@ def test_the_prefix_cache_is_forgotten(developer: httpx.Client) -> None:
             ok(developer.post("/v1/completions", json=body))["usage"]["prompt_tokens_details"]["cached_tokens"]
         )
 
-    # whole blocks of 32 tokens
+    # whole blocks of 16 tokens
     assert [num_cached() for _ in range(2)] == [0, 96]
     assert ok(developer.post("/reset_prefix_cache")) == {"success": True}
     assert [num_cached() for _ in range(2)] == [0, 96]

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server import OPENAI_SERVER, Server, needs_curl, running
+from tests.server import Server, needs_curl
 
 BASE = {"model": "tiny", "prompt": "Hello! How are you", "max_tokens": 8, "temperature": 0}
 
@@ -430,22 +430,11 @@ def test_request_ids_are_honoured(http: httpx.Client) -> None:
     assert ask_stream(http, request_id="other")[0]["id"] == "cmpl-other"
 
 
-@pytest.fixture(scope="module")
-def caching(tiny_dir: str) -> Iterator[httpx.Client]:
+@pytest.fixture
+def caching(developer_server: Server) -> Iterator[httpx.Client]:
     """A client of a server with a prefix cache, priorities and several steps at once."""
-    flags = [
-        "--model",
-        tiny_dir,
-        "--served-model-name",
-        "tiny",
-        "--dtype",
-        "float32",
-        "--num-gpu-blocks-override",
-        "64",
-    ]
-    flags += ["--block-size", "16", "--enable-prefix-caching", "--enable-prompt-tokens-details"]
-    flags += ["--scheduling-policy", "priority", "--num-scheduler-steps", "4"]
-    with running(OPENAI_SERVER, flags) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=developer_server.url, timeout=60) as client:
+        assert client.post("/reset_prefix_cache").status_code == 200
         yield client
 
 
