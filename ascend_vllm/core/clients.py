@@ -48,14 +48,14 @@ class Clients:
     Attributes:
         first: the one that gets all statistics.
         current: the one whose message is being handled.
-        was_busy: whether there was a step since the first client was told that nothing runs.
+        has_news: whether requests have come or ended since the first client was told the state of an idle engine.
     """
 
     def __init__(self, sockets: Sequence[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]) -> None:
         self._clients = [Client(index, *pair) for index, pair in enumerate(sockets)]
         self._owners: dict[str, Client] = {}
         self.first = self.current = self._clients[0]
-        self.was_busy = False
+        self.has_news = False
 
     @property
     def living(self) -> list[Client]:
@@ -75,7 +75,7 @@ class Clients:
         """Notes that a request is the current client's."""
         self._owners[request_id] = self.current
         self.current.open_ids.add(request_id)
-        self.was_busy = True
+        self.has_news = True
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Notes that requests have ended; unknown ids are ignored."""
@@ -83,6 +83,7 @@ class Clients:
             owner = self._owners.pop(request_id, None)
             if owner is not None:
                 owner.open_ids.discard(request_id)
+                self.has_news = True
 
     def newly_gone(self) -> list[Client]:
         """The clients whose connections have ended since the last call."""

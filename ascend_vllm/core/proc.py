@@ -153,9 +153,9 @@ class CoreLoop:
         return found
 
     def _report_idle(self, clients: Clients) -> None:
-        """Tells the first client when there are no requests any more: it cannot know of the others' aborts."""
-        if clients.was_busy:
-            clients.was_busy = False
+        """Tells the first client the state when no steps follow: it cannot know of the others' aborts."""
+        if clients.has_news:
+            clients.has_news = False
             # the tokens of the last step have been counted
             stats = SchedulerStats(**(self._core.stats() | {"num_prompt_tokens": 0}))
             clients.first.send(self._encoder.encode(EngineCoreOutputs([], stats)))

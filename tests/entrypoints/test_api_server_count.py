@@ -233,6 +233,8 @@ def test_a_pause_concerns_both(server: Server, both: tuple[httpx.Client, httpx.C
         for lines in (own, others):
             *_, last = (line for line in lines if line.startswith("data: {"))
             assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+    # no step is made that would tell
+    assert wait_until(lambda: is_idle(both[0]))
     assert [client.get("/is_paused").json()["is_paused"] for client in both] == [True, True]
     with connect(server, 1 - asked) as client:
         waiting = Asked(lambda: client.post("/v1/completions", json=SHORT))

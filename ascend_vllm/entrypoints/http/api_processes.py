@@ -56,7 +56,13 @@ _HANDLED = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve_by_processes(
-    count: int, config: EngineConfig, sock: socket.socket, stop: StopSignals, serve: Callable[[AsyncLLM], int]
+    count: int,
+    config: EngineConfig,
+    sock: socket.socket,
+    stop: StopSignals,
+    serve: Callable[[AsyncLLM], int],
+    *,
+    with_names: bool,
 ) -> int:
     """Serves until a signal, or until an API server or the engine ends; returns the process's exit code.
 
@@ -66,6 +72,7 @@ def serve_by_processes(
         sock: bound; closed here, so that the API servers alone have it.
         stop: handles signals so far.
         serve: what an API server does with its engine; returns its exit code.
+        with_names: of the API servers in their lines of the log.
 
     Raises:
         KeyboardInterrupt: a signal came before the server was ready.
@@ -80,7 +87,7 @@ def serve_by_processes(
         stop.hold_back()
         servers = _ApiServers(count)
         try:
-            servers.fork(_Child(config, group, cores, stop, serve, directory))
+            servers.fork(_Child(config, group, cores, stop, serve, directory, with_names))
             group.close()
             sock.close()
             with servers.handling_signals(stop):
@@ -225,6 +232,7 @@ class _Child:
         stop: StopSignals,
         serve: Callable[[AsyncLLM], int],
         directory: pathlib.Path,
+        with_names: bool,
     ) -> None:
         self._config = config
         self._group = group
@@ -232,6 +240,7 @@ class _Child:
         self._stop = stop
         self._serve = serve
         self._directory = directory
+        self._with_names = with_names
 
     def run(self, index: int, pipes: list[tuple[int, int]]) -> None:
         """The process of one API server.
@@ -242,7 +251,8 @@ class _Child:
         """
         # Ctrl-C in a terminal is for the parent, which passes it on
         os.setpgid(0, 0)
-        name_process(f"ApiServer_{index}")
+        if self._with_names:
+            name_process(f"ApiServer_{index}")
         for other, (read_end, write_end) in enumerate(pipes):
             os.close(write_end)
             if other != index:

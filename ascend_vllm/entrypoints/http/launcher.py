@@ -190,6 +190,8 @@ def serve(program: Program) -> int:
                 sock,
                 stop,
                 lambda engine: _open(program, engine, sock, stop, example, start),
+                # a log that the user configures stays as it is
+                with_names=http_args.log_config_file is None,
             )
         # imported late: not needed for --help and invalid flags
         from ascend_vllm.engine.async_llm import AsyncLLM
