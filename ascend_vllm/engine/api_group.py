@@ -226,7 +226,7 @@ class ApiGroup:
             EngineDeadError: one of them is gone, or failed.
         """
         others = [index for index in range(self.size) if index != self.index]
-        return await asyncio.gather(*(self._ask(index, name, args) for index in others))
+        return await asyncio.gather(*(self.ask(index, name, *args) for index in others))
 
     def take(self, key: str, limit: int = 1) -> Callable[[], None] | None:
         """Takes one of the places that a key has in all processes together.
@@ -264,7 +264,12 @@ class ApiGroup:
         sock.setblocking(False)
         return sock
 
-    async def _ask(self, index: int, name: str, args: Sequence[Any]) -> Any:
+    async def ask(self, index: int, name: str, *args: Any) -> Any:
+        """Calls a handler of another process; returns its result.
+
+        Raises:
+            EngineDeadError: it is gone, or failed.
+        """
         stream = await self.connect(index)
         try:
             await stream.write([name, args])

@@ -168,7 +168,7 @@ class _ApiServers:
         Raises:
             KeyboardInterrupt: a signal came before the server was ready.
         """
-        code = _EXIT_OK
+        codes: list[int] = []
         # when those that are left are told to end, because one has ended
         deadline: float | None = None
         left = list(self._processes)
@@ -182,15 +182,16 @@ class _ApiServers:
             for process in [one for one in left if one.sentinel in ready]:
                 process.join()
                 left.remove(process)
-                code = code or self._code_of(process)
+                codes.append(self._code_of(process))
                 if not self._is_stopping and deadline is None:
                     deadline = time.monotonic() + self._grace_s(process)
             if deadline is not None and time.monotonic() >= deadline:
                 self._is_stopping, deadline = True, None
                 self._signal(signal.SIGTERM)
-        if code == _INTERRUPTED:
+        # one that was not ready yet does not matter if another was
+        if set(codes) == {_INTERRUPTED}:
             raise KeyboardInterrupt
-        return code
+        return next((code for code in codes if code not in (_EXIT_OK, _INTERRUPTED)), _EXIT_OK)
 
     def end_all(self) -> None:
         """Kills the API servers that still run."""

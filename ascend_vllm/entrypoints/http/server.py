@@ -113,6 +113,7 @@ class HttpServer(uvicorn.Server):
         self._sock = sock
         self._args = args
         self._example = example
+        self._has_started = asyncio.Event()
         self._engine: AsyncLLM | None = None
         self._tls_files = _tls_files(args) if args.enable_ssl_refresh else {}
         if args.disable_access_log_for_endpoints:
@@ -140,7 +141,10 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.asynccontextmanager
     async def _answering_others(self, group: ApiGroup | None) -> AsyncGenerator[None, None]:
-        """Within, this API-server process answers others, if there are any; only the first one logs its start."""
+        """Within, this API-server process answers others, if there are any.
+
+        Only the first one logs its start, and the others listen after it.
+        """
         if group is None:
             yield
             return
@@ -148,9 +152,11 @@ class HttpServer(uvicorn.Server):
             from ascend_vllm.entrypoints.http.forwarding import answering_forwarded
 
             group.on_http = answering_forwarded(self._app, self.server_state.tasks)
+            group.handlers["wait_started"] = self._has_started.wait
         else:
             logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
             self._example = None
+            await group.ask(0, "wait_started")
         async with group.answering():
             yield
 
@@ -163,6 +169,7 @@ class HttpServer(uvicorn.Server):
         if self.started:
             self._log_started_message((sockets or [])[:1])
             self._show_example()
+            self._has_started.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for open requests until --shutdown-timeout, then end them."""
