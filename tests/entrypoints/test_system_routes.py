@@ -10,6 +10,7 @@ import openai
 import pytest
 
 import ascend_vllm
+from ascend_vllm.args.hf_files import weight_bytes
 from tests.scripted_engine import ScriptedEngine, client_of
 from tests.server import Server
 
@@ -144,7 +145,7 @@ def test_the_log_of_a_start(openai_server: Server, tiny_dir: str) -> None:
         "ascend-vllm API server is ready:",
         "  model     tiny, alias\n",
         f"  Qwen2ForCausalLM of {tiny_dir}\n",
-        "  dtype     float32, 0.00 GiB of weights\n",
+        f"  dtype     float32, {weight_bytes(tiny_dir) / 2**20:.1f} MiB of weights\n",
         "  device    cpu, ",
         "  limits    512 tokens per request, 64 requests at a time, ",
         "  KV cache  ",

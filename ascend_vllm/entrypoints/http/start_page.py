@@ -19,7 +19,7 @@ from ascend_vllm.platforms.host import usable_cores
 if TYPE_CHECKING:
     from ascend_vllm.engine.async_llm import AsyncLLM
 
-_GIB = 1 << 30
+_GIB, _MIB = 1 << 30, 1 << 20
 # pages for people, and what else is worth knowing, where the server has them
 _FURTHER_PATHS = ("/ui", "/docs", "/metrics")
 
@@ -56,7 +56,7 @@ def start_page(engine: AsyncLLM, url: str, uds: str | None, api_path: str, paths
     """
     config = engine.config
     model, scheduler = config.model, config.scheduler
-    weights = f"{weight_bytes(model.model) / _GIB:.2f} GiB of weights"
+    weights = f"{_size(weight_bytes(model.model))} of weights"
     quantization = model.arch.quantization
     if quantization is not None and quantization.method:
         weights = f"{quantization.method} weights, {weights}"
@@ -72,6 +72,10 @@ def start_page(engine: AsyncLLM, url: str, uds: str | None, api_path: str, paths
     yield f"  address   {url}{api_path}" + (f" through {uds}" if uds else "")
     if further := [path for path in _FURTHER_PATHS if path in paths]:
         yield f"            {', '.join(url + path for path in further)}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB / 10 else f"{num_bytes / _MIB:.1f} MiB"
 
 
 def _device(config: EngineConfig) -> str:
@@ -97,6 +101,6 @@ def _kv_cache(engine: AsyncLLM) -> str:
     num_bytes = blocks * sum(spec.block_bytes for spec in specs) * config.parallel.tensor_parallel_size
     tokens = blocks * block_size
     return (
-        f"{tokens:,} tokens in {blocks:,} blocks of {block_size}, {num_bytes / _GIB:.2f} GiB: "
+        f"{tokens:,} tokens in {blocks:,} blocks of {block_size}, {_size(num_bytes)}: "
         f"{tokens / engine.max_model_len:.1f} requests of full length"
     )
