@@ -13,7 +13,9 @@ from ascend_vllm import SamplingParams
 from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.attention.backend import ForwardBatch
 from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.ops import native
 from ascend_vllm.sampling_params import RequestOutputKind
+from ascend_vllm.types.messages import TokenLogprobs
 from ascend_vllm.types.step import PADDING_TOKEN, REJECTED_TOKEN, NewRow, SchedulerOutput
 from ascend_vllm.worker.input_batch import InputBatch
 from ascend_vllm.worker.model_runner import _places_of
@@ -55,6 +57,13 @@ def make_requests() -> dict[str, Asked]:
     }
 
 
+def check_logprobs(found: list[TokenLogprobs], expected: list[TokenLogprobs]) -> None:
+    """Attention sums a row's keys in another order if its sequence has several rows, except with AVX-512."""
+    assert [(entry.token_ids, entry.rank) for entry in found] == [(entry.token_ids, entry.rank) for entry in expected]
+    values = [value for entry in expected for value in entry.logprobs]
+    assert [value for entry in found for value in entry.logprobs] == pytest.approx(values, abs=1e-4)
+
+
 @pytest.mark.parametrize("num_drafts", [1, 3])
 @pytest.mark.parametrize(
     "options",
@@ -69,12 +78,14 @@ def make_requests() -> dict[str, Asked]:
 def test_answers_are_those_of_ordinary_decoding(options: dict[str, Any], num_drafts: int) -> None:
     requests, config = make_requests(), make_config(**options)
     plain = generate(config, requests)
+    if config.model.dtype == "bfloat16" and native.cpu_isa("attention", torch.bfloat16) in ("scalar", "amx_bf16"):
+        pytest.skip("rounds the attention of one row and of several differently, see docs/scheduling.md")
     # the others decode beside them as always
     texts = {name: text for name, text in texts_of(requests, plain).items() if name != "long"}
     drafted = generate(config, requests, [Drafts(texts, num_drafts, is_steady=False)])
     for name, answer in plain.items():
         assert drafted[name].token_ids == answer.token_ids, name
-        assert drafted[name].logprobs == answer.logprobs, name
+        check_logprobs(drafted[name].logprobs, answer.logprobs)
     assert drafted["greedy"].num_outputs < plain["greedy"].num_outputs * (0.8 if num_drafts == 3 else 0.9)
     assert drafted["long"].num_outputs == plain["long"].num_outputs == 40
 
@@ -98,7 +109,7 @@ def test_tapes_are_recorded_for_each_number_of_drafts(model: str, monkeypatch: p
     drafted = generate(config, requests, [Drafts(texts_of(requests, plain), 3, is_steady=True)])
     for name, answer in plain.items():
         assert drafted[name].token_ids == answer.token_ids, name
-        assert drafted[name].logprobs == answer.logprobs, name
+        check_logprobs(drafted[name].logprobs, answer.logprobs)
     assert {(8, 4), (1, 4)} <= shapes
     # the ends of texts have other numbers of drafts
     assert {query_len for _, query_len in shapes} <= {1, 4}
