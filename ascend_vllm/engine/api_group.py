@@ -136,6 +136,12 @@ class FrameStream:
         self._writer.write(len(data).to_bytes(_HEADER) + data)
         await self._writer.drain()
 
+    async def read_to_end(self) -> None:
+        """Reads what the other end still sends, until it closes the connection."""
+        with contextlib.suppress(OSError):
+            while await self._reader.read(1 << 16):
+                pass
+
     def close(self) -> None:
         self._writer.close()
 

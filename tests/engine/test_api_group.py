@@ -8,9 +8,13 @@ import pathlib
 from collections.abc import Iterator
 
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
 from ascend_vllm.engine.api_group import ApiGroup, Count, SharedCounts
 from ascend_vllm.engine.request_router import RequestRouter
+from ascend_vllm.entrypoints.http.forwarding import ForwardingMiddleware, answering_forwarded
 from ascend_vllm.errors import EngineDeadError
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import EngineCoreRequest
@@ -78,6 +82,41 @@ def test_the_others_are_asked(groups: list[ApiGroup]) -> None:
             await first.ask_others("times", 5)
 
     asyncio.run(ask())
+
+
+def test_an_answer_before_the_whole_request_was_read_arrives(groups: list[ApiGroup]) -> None:
+    """What was unread reset the connection, and the answer was lost now and then."""
+    # more than the first process reads ahead
+    body = [b"x" * 100_000] * 20
+    sent: list[Message] = []
+
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        # the rest of the request arrives meanwhile, and nobody reads it
+        await asyncio.sleep(0.05)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"answer"})
+
+    async def receive() -> Message:
+        if not body:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": body.pop(), "more_body": bool(body)}
+
+    async def send(message: Message) -> None:
+        # the other process has closed the connection by now, unless it waits
+        await asyncio.sleep(0.05)
+        sent.append(message)
+
+    async def ask() -> None:
+        first, second, _ = groups
+        first.on_http = answering_forwarded(app, set())
+        route = Route("/metrics", app)
+        scope = {"type": "http", "http_version": "1.1", "method": "GET", "scheme": "http", "path": "/metrics"}
+        scope |= {"raw_path": b"/metrics", "query_string": b"", "headers": [], "app": Starlette(routes=[route])}
+        async with first.answering():
+            await ForwardingMiddleware(app, second)(scope, receive, send)
+
+    asyncio.run(ask())
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
 
 
 def test_requests_of_all_processes_count_in_the_choice_of_an_engine() -> None:

@@ -18,6 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ascend_vllm.engine.api_group import HTTP, ApiGroup, FrameStream
 from ascend_vllm.entrypoints.http.access import declared_path, matched_route
 from ascend_vllm.errors import EngineDeadError
+from ascend_vllm.logger import init_logger
+
+logger = init_logger(__name__)
 
 # prefixes of the routes that the first process answers: responses are stored there, and pauses concern the requests
 # of all processes, which it asks
@@ -64,21 +67,24 @@ class ForwardingMiddleware:
                     return
         except (OSError, EOFError) as error:
             # an answer whose client has gone is given up
-            if not received.done():
-                raise EngineDeadError("API server 0, which answers this for all, is gone") from error
+            if not (received.done() and received.result()):
+                raise EngineDeadError("API server 0, which answers this for all, gave no answer") from error
         finally:
             received.cancel()
             await asyncio.gather(received, return_exceptions=True)
             stream.close()
 
 
-async def _pass_received(receive: Receive, stream: FrameStream) -> None:
+async def _pass_received(receive: Receive, stream: FrameStream) -> bool:
+    """Whether the client has gone; False: the first process takes nothing any more."""
     with contextlib.suppress(OSError):
         while True:
             message = await receive()
+            is_gone = bool(message["type"] == "http.disconnect")
             await stream.write(message)
-            if message["type"] == "http.disconnect":
-                return
+            if is_gone:
+                return True
+    return False
 
 
 def answering_forwarded(app: ASGIApp, own_tasks: set[asyncio.Task[None]]) -> Callable[[Any, FrameStream], Any]:
@@ -93,7 +99,9 @@ def answering_forwarded(app: ASGIApp, own_tasks: set[asyncio.Task[None]]) -> Cal
         task = asyncio.create_task(_answer(app, head, stream))
         own_tasks.add(task)
         task.add_done_callback(own_tasks.discard)
-        await asyncio.gather(task, return_exceptions=True)
+        (error,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(error, Exception):
+            logger.error("A request of another API server failed", exc_info=error)
 
     return answer
 
@@ -105,7 +113,7 @@ async def _answer(app: ASGIApp, head: dict[str, Any], stream: FrameStream) -> No
     scope["asgi"] = {"version": "3.0", "spec_version": "2.3"}
     received: asyncio.Queue[Message] = asyncio.Queue(maxsize=1)
     pump = asyncio.create_task(_read_into(received, stream))
-    has_disconnected = False
+    has_disconnected = is_complete = False
 
     async def receive() -> Message:
         nonlocal has_disconnected
@@ -114,15 +122,20 @@ async def _answer(app: ASGIApp, head: dict[str, Any], stream: FrameStream) -> No
         return message
 
     async def send(message: Message) -> None:
+        nonlocal is_complete
         # the client is gone: the application learns it from `receive`
         with contextlib.suppress(OSError):
             await stream.write(message)
+        is_complete = message["type"] == "http.response.body" and not message.get("more_body")
 
     try:
         await app(scope, receive, send)
     finally:
         pump.cancel()
         await asyncio.gather(pump, return_exceptions=True)
+    if is_complete:
+        # closed with a part of the request unread, the connection would be reset, and the answer perhaps be lost
+        await stream.read_to_end()
 
 
 async def _read_into(received: asyncio.Queue[Message], stream: FrameStream) -> None:
