@@ -1,15 +1,9 @@
-"""Writes docs/environment.md from the functions in ascend_vllm/envs.py.
-
-python scripts/make_environment_doc.py            write the file
-python scripts/make_environment_doc.py --check    exit with 1 if the file is not up to date
-"""
+"""Writes docs/environment.md from the functions in ascend_vllm/envs.py."""
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import pathlib
-import sys
 from collections.abc import Iterator
 
 from ascend_vllm import envs
@@ -72,15 +66,5 @@ def render() -> str:
     return HEADER + "".join(rows) + OTHERS
 
 
-def main() -> None:
-    """Write or check."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    args = parser.parse_args()
-    if args.check:
-        sys.exit(0 if OUTPUT.read_text(encoding="utf-8") == render() else 1)
-    OUTPUT.write_text(render(), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    OUTPUT.write_text(render(), encoding="utf-8")

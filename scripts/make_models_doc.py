@@ -1,14 +1,8 @@
-"""Writes docs/models.md from the table below, which has a row for each architecture of models/registry.py.
-
-python scripts/make_models_doc.py            write the file
-python scripts/make_models_doc.py --check    exit with 1 if the file is not up to date
-"""
+"""Writes docs/models.md from the table below, which has a row for each architecture of models/registry.py."""
 
 from __future__ import annotations
 
-import argparse
 import pathlib
-import sys
 from typing import NamedTuple
 
 from ascend_vllm.models.registry import MODELS
@@ -126,19 +120,5 @@ def render() -> str:
     return "".join(parts)
 
 
-def main() -> int:
-    """Writes or checks the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
-    page = render()
-    if not parser.parse_args().check:
-        OUTPUT.write_text(page, encoding="utf-8")
-        return 0
-    if OUTPUT.is_file() and OUTPUT.read_text(encoding="utf-8") == page:
-        return 0
-    print(f"{OUTPUT} is out of date: run `make docs`", file=sys.stderr)
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    OUTPUT.write_text(render(), encoding="utf-8")
