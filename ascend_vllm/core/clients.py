@@ -40,7 +40,7 @@ class Clients:
     """All clients of an engine core, and whose each request is.
 
     The first client gets the statistics of every step. The others get those of steps that were made while they had
-    requests, so that they hear of the core as long as they wait for it.
+    requests, so that they can tell a core that works from one that hangs.
 
     Args:
         sockets: inbound and outbound of each, at least two.
@@ -48,14 +48,14 @@ class Clients:
     Attributes:
         first: the one that gets all statistics.
         current: the one whose message is being handled.
-        has_news: whether requests have come or ended since the first client was told the state of an idle engine.
+        has_changed: whether requests have come or ended since the first client got the statistics of an idle core.
     """
 
     def __init__(self, sockets: Sequence[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]) -> None:
         self._clients = [Client(index, *pair) for index, pair in enumerate(sockets)]
         self._owners: dict[str, Client] = {}
         self.first = self.current = self._clients[0]
-        self.has_news = False
+        self.has_changed = False
 
     @property
     def living(self) -> list[Client]:
@@ -75,7 +75,7 @@ class Clients:
         """Notes that a request is the current client's."""
         self._owners[request_id] = self.current
         self.current.open_ids.add(request_id)
-        self.has_news = True
+        self.has_changed = True
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Notes that requests have ended; unknown ids are ignored."""
@@ -83,7 +83,7 @@ class Clients:
             owner = self._owners.pop(request_id, None)
             if owner is not None:
                 owner.open_ids.discard(request_id)
-                self.has_news = True
+                self.has_changed = True
 
     def newly_gone(self) -> list[Client]:
         """The clients whose connections have ended since the last call."""

@@ -154,8 +154,8 @@ class CoreLoop:
 
     def _report_idle(self, clients: Clients) -> None:
         """Tells the first client the state when no steps follow: it cannot know of the others' aborts."""
-        if clients.has_news:
-            clients.has_news = False
+        if clients.has_changed:
+            clients.has_changed = False
             # the tokens of the last step have been counted
             stats = SchedulerStats(**(self._core.stats() | {"num_prompt_tokens": 0}))
             clients.first.send(self._encoder.encode(EngineCoreOutputs([], stats)))

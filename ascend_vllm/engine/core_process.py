@@ -20,7 +20,7 @@ from ascend_vllm import envs
 from ascend_vllm.config.engine import EngineConfig
 
 # Socket addresses are limited to 107 bytes by the kernel.
-MAX_DIRECTORY_LENGTH = 90
+_MAX_DIRECTORY_LENGTH = 90
 _TERMINATE_S = 3.0
 VISIBLE_NPUS = "ASCEND_RT_VISIBLE_DEVICES"
 
@@ -47,9 +47,7 @@ class CoreProcess:
         self._config = config_of_engine(config, rank)
         self._environment = environment_of_engine(config, rank)
         self._process: subprocess.Popen[bytes] | None = None
-        self._directory = tempfile.mkdtemp(
-            prefix="ascend_vllm-", dir=None if len(tempfile.gettempdir()) <= MAX_DIRECTORY_LENGTH else "/tmp"
-        )
+        self._directory = make_socket_directory()
         self.addresses = [
             (f"ipc://{self._directory}/inbound{suffix}", f"ipc://{self._directory}/outbound{suffix}")
             for suffix in ("", *map(str, range(1, num_clients)))
@@ -229,6 +227,12 @@ def _feed_and_wait(process: subprocess.Popen[bytes], payload: bytes, on_exit: Ca
         process.stdin.write(payload)
         process.stdin.flush()
     on_exit(process.wait())
+
+
+def make_socket_directory() -> str:
+    """Makes a private directory whose path is short enough for Unix domain sockets in it."""
+    parent = None if len(tempfile.gettempdir()) <= _MAX_DIRECTORY_LENGTH else "/tmp"
+    return tempfile.mkdtemp(prefix="ascend_vllm-", dir=parent)
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> bool:

@@ -24,7 +24,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -32,7 +31,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ascend_vllm.engine.api_group import ApiGroup
-from ascend_vllm.engine.core_process import MAX_DIRECTORY_LENGTH, AttachedCore, CoreProcess
+from ascend_vllm.engine.core_process import AttachedCore, CoreProcess, make_socket_directory
 from ascend_vllm.errors import AscendVllmError, ConfigError
 from ascend_vllm.logger import init_logger, name_process
 
@@ -105,8 +104,7 @@ def serve_by_processes(
 
 @contextlib.contextmanager
 def _private_directory() -> Generator[pathlib.Path, None, None]:
-    parent = None if len(tempfile.gettempdir()) <= MAX_DIRECTORY_LENGTH else "/tmp"
-    directory = pathlib.Path(tempfile.mkdtemp(prefix="ascend_vllm-", dir=parent))
+    directory = pathlib.Path(make_socket_directory())
     try:
         yield directory
     finally:
@@ -121,7 +119,7 @@ class _ApiServers:
     """
 
     def __init__(self, count: int) -> None:
-        # what the API servers are told, a line of JSON each
+        # messages to the API servers, a line of JSON each
         self._pipes = [os.pipe() for _ in range(count)]
         self._processes: list[multiprocessing.context.ForkProcess] = []
         self._signals, self._signal_end = os.pipe()
@@ -169,7 +167,7 @@ class _ApiServers:
             KeyboardInterrupt: a signal came before the server was ready.
         """
         codes: list[int] = []
-        # when those that are left are told to end, because one has ended
+        # when those that are left get SIGTERM, because one has ended
         deadline: float | None = None
         left = list(self._processes)
         while left:
@@ -262,7 +260,7 @@ class _Child:
         for core in self._cores:
             core.detach()
         self._group.cores = [AttachedCore(*core.addresses[index]) for core in self._cores]
-        threading.Thread(target=self._hear_parent, args=(pipes[index][0],), name="parent", daemon=True).start()
+        threading.Thread(target=self._follow_parent, args=(pipes[index][0],), name="parent", daemon=True).start()
         sys.exit(self._exit_code())
 
     def _exit_code(self) -> int:
@@ -289,8 +287,8 @@ class _Child:
             self._stop.hold_back()
             engine.shutdown()
 
-    def _hear_parent(self, descriptor: int) -> None:
-        """Passes on what the parent says of the engine cores; ends this process when the parent has died."""
+    def _follow_parent(self, descriptor: int) -> None:
+        """Notes the process ids and exit codes of engine cores that the parent sends; ends this process with it."""
         with os.fdopen(descriptor) as lines:
             for line in lines:
                 what, rank, number = json.loads(line)
