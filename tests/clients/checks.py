@@ -38,8 +38,13 @@ class Expected:
     """Answers to plain HTTP requests: of a chat, a completion, and an embedding if there is a server for it."""
 
     chat: dict[str, Any]
+    brief: str
     completion: str
     embedding: list[float]
+
+
+# of the chat that `Expected.brief` answers
+SYSTEM = "be brief"
 
 
 def ask(url: str, pooling_url: str) -> Expected:
@@ -55,8 +60,11 @@ def ask(url: str, pooling_url: str) -> Expected:
         embedding = []
         if pooling_url:
             embedding = post(f"{pooling_url}/v1/embeddings", model="demo", input=QUESTION)["data"][0]["embedding"]
+        brief = [{"role": "system", "content": SYSTEM}, *messages]
+        route = f"{url}/v1/chat/completions"
         return Expected(
-            post(f"{url}/v1/chat/completions", messages=messages, max_tokens=40, **greedy),
+            post(route, messages=messages, max_tokens=40, **greedy),
+            post(route, messages=brief, max_tokens=40, **greedy)["choices"][0]["message"]["content"],
             post(f"{url}/v1/completions", prompt=QUESTION, max_tokens=8, **greedy)["choices"][0]["text"],
             embedding,
         )
@@ -64,6 +72,14 @@ def ask(url: str, pooling_url: str) -> Expected:
 
 def _has_text(seen: Any, expected: Expected) -> None:
     assert seen == expected.chat["choices"][0]["message"]["content"]
+
+
+def _follows_a_system_prompt(seen: Any, expected: Expected) -> None:
+    assert seen == expected.brief
+
+
+def _finishes(seen: Any, expected: Expected) -> None:
+    assert seen == expected.chat["choices"][0]["finish_reason"]
 
 
 def _streams_text(seen: Any, expected: Expected) -> None:
@@ -110,6 +126,8 @@ def _is_measured(seen: Any, _: Expected) -> None:
 
 CHECKS: dict[str, Callable[[Any, Expected], None]] = {
     "chat": _has_text,
+    "brief": _follows_a_system_prompt,
+    "finish_reason": _finishes,
     "stream": _streams_text,
     "responses": _has_text,
     "completion": _completes,

@@ -18,12 +18,16 @@ ROOT = checks.HERE.parents[1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["langchain", "litellm"])
+@pytest.mark.parametrize(("name", "further"), [("langchain", {"brief"}), ("litellm", set())])
 def test_answers_are_those_of_http(
-    name: str, clients_environment: pathlib.Path, clients_home: pathlib.Path, clients_server: Server
+    name: str,
+    further: set[str],
+    clients_environment: pathlib.Path,
+    clients_home: pathlib.Path,
+    clients_server: Server,
 ) -> None:
     seen = checks.run_client(name, clients_environment, clients_home, clients_server.url, "", checks.QUESTION)
-    assert set(seen) == {"chat", "usage", "stream", "completion", "tool", "structured"}
+    assert set(seen) == {"chat", "finish_reason", "usage", "stream", "completion", "tool", "structured"} | further
     checks.check(seen, checks.ask(clients_server.url, ""))
 
 

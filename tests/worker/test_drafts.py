@@ -59,9 +59,10 @@ def make_requests() -> dict[str, Asked]:
 
 def check_logprobs(found: list[TokenLogprobs], expected: list[TokenLogprobs]) -> None:
     """Attention sums a row's keys in another order if its sequence has several rows, except with AVX-512."""
+    is_exact = str(native.cpu_isa("attention", torch.float32)).startswith("avx512")
     assert [(entry.token_ids, entry.rank) for entry in found] == [(entry.token_ids, entry.rank) for entry in expected]
-    values = [value for entry in expected for value in entry.logprobs]
-    assert [value for entry in found for value in entry.logprobs] == pytest.approx(values, abs=1e-4)
+    values, others = ([value for entry in entries for value in entry.logprobs] for entries in (expected, found))
+    assert others == pytest.approx(values, rel=0, abs=0 if is_exact else 1e-4)
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3])

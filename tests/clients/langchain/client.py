@@ -32,14 +32,17 @@ def main(server: str, pooling_server: str, question: str) -> dict[str, Any]:
     long_chat = ChatOpenAI(max_completion_tokens=400, **greedy)
     (call,) = long_chat.bind_tools([weather], tool_choice="weather").invoke(question).tool_calls
     logprobs = chat.bind(logprobs=True, top_logprobs=2).invoke(question).response_metadata["logprobs"]
-    assert {len(entry["top_logprobs"]) for entry in logprobs["content"]} == {2}
+    num_tokens = answer.usage_metadata["output_tokens"]
+    assert [len(entry["top_logprobs"]) for entry in logprobs["content"]] == [2] * num_tokens
     chain = ChatPromptTemplate.from_messages([("human", "{text}")]) | chat
     texts = [found.content for found in chain.batch([{"text": question}] * 3)]
     texts.append(asyncio.run(chat.ainvoke(question)).content)
     assert texts == [answer.content] * 4, texts
     seen = {
         "chat": answer.content,
-        "usage": [answer.usage_metadata["input_tokens"], answer.usage_metadata["output_tokens"]],
+        "brief": chat.invoke([("system", "be brief"), ("human", question)]).content,
+        "finish_reason": answer.response_metadata["finish_reason"],
+        "usage": [answer.usage_metadata["input_tokens"], num_tokens],
         "stream": [str(chunk.content) for chunk in chat.stream(question)],
         "completion": OpenAI(max_tokens=8, **greedy).invoke(question),
         "structured": [long_chat.with_structured_output(Answer).invoke(question).model_dump()],

@@ -61,6 +61,7 @@ def main(server: str, pooling_server: str, question: str) -> dict[str, Any]:
     assert "The model `nope` does not exist." in missing, missing
     seen = {
         "chat": text,
+        "finish_reason": answer.choices[0].finish_reason,
         "usage": [answer.usage.prompt_tokens, answer.usage.completion_tokens],
         "stream": [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices],
         "completion": completion.choices[0].text,
