@@ -123,7 +123,7 @@ TSAN_TESTS := tests/ops/test_team.py tests/ops/test_tapes.py --deselect tests/op
 test-tsan: build $(STAMPS)/test
 	$(call run_sanitized,tsan,thread,TSAN_OPTIONS=ignore_noninstrumented_modules=1:die_after_fork=0,$(TSAN_TESTS))
 
-# about three minutes on a machine that does nothing else; exits with an error if a row fell by more than its noise
+# some minutes on a machine that does nothing else; exits with an error if a row fell by more than its noise
 BASE ?=
 bench-gate: build
 	$(PY) benchmarks/bench_gate.py $(if $(BASE),--base $(BASE)) $(ARGS)

@@ -10,7 +10,7 @@ last on the commit. Its ratio is the median of the working tree's readings, each
 two beside it; its noise is how much any two readings of the commit differ at most. A row whose ratio is below 1 by
 more than its noise has fallen, and the program exits with 1.
 
-It takes about three minutes on two cores, and more the first time, when kernels are compiled and the model of the
+It takes some minutes on two cores, and more the first time, when kernels are compiled and the model of the
 row c8, 1 GB of random weights, is written to build/bench_gate.
 """
 

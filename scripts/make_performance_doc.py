@@ -55,7 +55,7 @@ vLLM is bound to every core and gets tcmalloc where the system has it. A single 
 alone with `--peer none`. A comparison of servers holds for the other project's client too as far as
 `compare_clients.py` finds their figures equal.
 
-`make bench-gate BASE=COMMIT` says in about three minutes whether the working tree is slower than a commit, in
+`make bench-gate BASE=COMMIT` says in some minutes whether the working tree is slower than a commit, in
 kernels, in the engine's host time, and in servers of a tiny and of a 0.5B model. Both are measured in turns; a row
 has fallen if the working tree is slower by more than the commit's own readings differ.
 """
