@@ -29,6 +29,7 @@ from comparison.clock import seconds_of
 from tqdm import tqdm
 
 from ascend_vllm.ops import kernel_choice, native, registry
+from ascend_vllm.ops.experts import pack_experts, route_tokens
 from ascend_vllm.ops.gemm import pack_weight
 from ascend_vllm.ops.paged import make_paged_problem
 
@@ -102,6 +103,31 @@ def _linear(dtype: torch.dtype) -> Iterator[Case]:
             yield f"{rows} rows, {inputs}->{outputs}", (x, packed, None, outputs), plain
 
 
+def _experts(dtype: torch.dtype) -> Iterator[Case]:
+    """Compared with one product of `linear` per chosen expert."""
+    count, choices, hidden, inner = 60, 4, HIDDEN, 512
+    gate, up = torch.randn(2, count, inner, hidden).to(dtype) / hidden**0.5
+    down = torch.randn(count, hidden, inner).to(dtype) / inner**0.5
+    packed = pack_experts(gate, up, down)
+    gate_up = torch.cat((gate, up), dim=1)
+    linear, silu = torch.nn.functional.linear, torch.nn.functional.silu
+
+    def loop(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(x)
+        for expert in ids.unique().tolist():
+            tokens, places = torch.nonzero(ids == expert, as_tuple=True)
+            gates, ups = linear(x[tokens], gate_up[expert]).chunk(2, dim=-1)
+            rows = linear(silu(gates) * ups, down[expert]) * weights[tokens, places, None].to(dtype)
+            result.index_add_(0, tokens, rows)
+        return result
+
+    for tokens in (1, 8, 32, 256):
+        x = torch.randn(tokens, hidden).to(dtype)
+        ids, weights = route_tokens(torch.randn(tokens, count), None, choices, "softmax", True, 1, 1, 1.0)
+        plain = functools.partial(loop, x, ids, weights)
+        yield f"{tokens} tokens, {choices} of {count} experts", (x, ids, weights, *packed, "silu"), plain
+
+
 def _penalties(_dtype: torch.dtype) -> Iterator[Case]:
     for rows in (1, 32):
         lengths = torch.full((rows,), 512, dtype=torch.int32)
@@ -171,6 +197,7 @@ CASES: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {
     "silu_and_mul": _silu,
     "gelu_and_mul": _gelu,
     "packed_linear": _linear,
+    "experts_mlp": _experts,
     "apply_penalties": _penalties,
     "sample_tokens": _sample,
     "paged_attention": _attention,

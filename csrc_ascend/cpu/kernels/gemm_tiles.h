@@ -1,5 +1,5 @@
-// The bfloat16 products of gemm.h with AMX tiles: 16 rows of 32 inputs times 16 pairs of inputs by 16 outputs,
-// which is the layout of panels.
+// The bfloat16 products of gemm_tasks.h with AMX tiles: 16 rows of 32 inputs times 16 pairs of inputs by 16
+// outputs, which is the layout of panels.
 //
 // Every output is one chain of tile products in the order of the inputs, whatever the number of rows and
 // threads, so a row's result does not depend on the other rows. Subnormal numbers are treated as zero, as the

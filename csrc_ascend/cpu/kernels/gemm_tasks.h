@@ -1,0 +1,316 @@
+// Products x @ weight.T + bias with a weight packed in panels of 16 output columns; if gated, an activation is
+// applied to the first half of the columns, which is then multiplied by the second.
+//
+// Every output is the sum, over slices of kSlice inputs, of a chain of fused multiply-adds in the order of the
+// inputs. Tiling and threads do not change that, so a row's result does not depend on the other rows.
+#pragma once
+
+#include "cpu/dispatch.h"
+#include "cpu/kernels/gate.h"
+
+namespace ascend_vllm {
+
+// float32 and float16 weights are [panels, in, 16]; bfloat16 ones [panels, (in + 1) / 2, 16, 2]. Padding is
+// zero.
+struct LinearArgs {
+  DType dtype;
+  const void* x;  // row t starts at t * x_stride elements
+  const void* packed;
+  const void* bias;  // [out_features] or null
+  void* out;         // [rows, out_features], or half as wide if it is gated; contiguous
+  void* workspace;   // linear_workspace(rows, in_features) floats
+  int64_t rows, x_stride, in_features, out_features;
+  bool is_gated;  // out_features is a multiple of 32 then
+  Gate gate;
+};
+
+inline int64_t linear_workspace(int64_t rows, int64_t in_features) {
+  return rows * ((in_features + 1) / 2 * 2);
+}
+
+}  // namespace ascend_vllm
+
+#ifdef ASCEND_VLLM_ISA
+
+#include "cpu/parallel.h"
+
+namespace ascend_vllm {
+namespace {
+
+constexpr int64_t kPanel = 16;      // columns of a panel
+constexpr int64_t kGroup = 4;       // maximum panels of a task
+constexpr int64_t kTaskRows = 192;  // maximum rows of a task; half as many if it is gated
+constexpr int64_t kSlice = 512;     // inputs between two updates of the sums in memory; even
+constexpr int kPanelVectors = kPanel / kLanes;
+// With this many rows memory is the bottleneck and panels are prefetched; a single row only streams them.
+constexpr int64_t kMinPrefetchRows = 2, kMaxPrefetchRows = 10;
+// Prefetch distance in bytes: multiplying with so many takes as long as a memory access.
+constexpr int64_t kAhead = 2048;
+
+template <class A, class B>
+constexpr bool is_same = false;
+template <class A>
+constexpr bool is_same<A, A> = true;
+
+// Type of the inputs that weights of type T are multiplied by: float32, or bfloat16 with an instruction for
+// pairs.
+template <class T, bool kPairDots = is_same<T, bfloat16> && kHasPairDots>
+struct InputOf {
+  using type = float;
+};
+template <class T>
+struct InputOf<T, true> {
+  using type = bfloat16;
+};
+
+// Whether weights are pairs that must be unpacked, which takes registers.
+template <class T>
+constexpr bool kAreSplit = is_same<T, bfloat16> && !kHasPairDots;
+// Rows of a tile that fit the registers beside the weights.
+template <class T>
+constexpr int kTileRows = kAreSplit<T> ? kMaxPairRows : kMaxRows;
+
+// Tiles of many rows by dot products of pairs, which take no registers for unpacking: 28 of 32 registers are
+// sums.
+constexpr int kTallRows = 14, kTallPanels = 2;
+template <class T, class X>
+constexpr int kManyRowsTile = is_same<X, float> ? kTileRows<T> : kTallRows;
+
+// The weights of one input; of bfloat16 pairs, the one with index `step`.
+template <class T>
+inline VecF load_step(const T* columns, int) {
+  return load(columns);
+}
+inline VecF load_step(const bfloat16* columns, int step) {
+  return step == 0 ? even_of_pairs(load_pairs(columns)) : odd_of_pairs(load_pairs(columns));
+}
+
+// sums[kRows][kPanels * 16] (+)= x[kRows][begin, end) times the panels; begin is even. X is float, or bfloat16
+// with an instruction for pairs.
+template <int kRows, int kPanels, bool kFetches, class X, class T>
+inline void multiply_tile(const X* x, int64_t x_stride, const T* w, int64_t panel_size, int64_t begin,
+                          int64_t end, float* sums, int64_t sums_stride) {
+  constexpr int kVectors = kPanels * kPanelVectors;
+  constexpr int kStep = is_same<T, bfloat16> ? 2 : 1;
+  VecF acc[kRows][kVectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) acc[r][v] = set1(0.0f);
+  }
+  const auto columns = [&](int64_t k, int v) {
+    return w + v / kPanelVectors * panel_size + k * kPanel + v % kPanelVectors * kLanes * kStep;
+  };
+  // Columns in registers, and one broadcast input at a time: fits kTileRows<T> rows without spills.
+  for (int64_t k = begin; k < end; k += kStep) {
+    if constexpr (kFetches) {
+#pragma GCC unroll 4
+      for (int p = 0; p < kPanels; ++p) {
+        __builtin_prefetch(w + p * panel_size + k * kPanel + kAhead / static_cast<int64_t>(sizeof(T)));
+      }
+    }
+    if constexpr (!is_same<X, float>) {
+      PairBF16 pairs[kVectors];
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) pairs[v] = load_pairs(columns(k, v));
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const PairBF16 input = set1_pair(x + r * x_stride + k);
+#pragma GCC unroll 16
+        for (int v = 0; v < kVectors; ++v) acc[r][v] = dot_pairs(acc[r][v], input, pairs[v]);
+      }
+    } else {
+      // Not a loop, which GCC would not unroll: selecting the half of each pair would take a fifth of the time.
+      const auto multiply = [&](int step) __attribute__((always_inline)) {
+        VecF column[kVectors];
+#pragma GCC unroll 16
+        for (int v = 0; v < kVectors; ++v) column[v] = load_step(columns(k, v), step);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          const VecF input = set1(x[r * x_stride + k + step]);
+#pragma GCC unroll 16
+          for (int v = 0; v < kVectors; ++v) acc[r][v] = fma(input, column[v], acc[r][v]);
+        }
+      };
+      multiply(0);
+      if constexpr (kStep == 2) multiply(1);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) {
+      float* sum = sums + r * sums_stride + v * kLanes;
+      store(sum, begin == 0 ? acc[r][v] : load(sum) + acc[r][v]);
+    }
+  }
+}
+
+// One slice of kRows rows by `panels` panels.
+template <int kRows, bool kFetches, class X, class T>
+inline void multiply_panels(const X* x, int64_t x_stride, const T* w, int64_t panel_size, int64_t panels,
+                            int64_t begin, int64_t end, float* sums) {
+  constexpr int kPanels = kRows > kTileRows<T> ? kTallPanels : panels_of(kRows, kAreSplit<T>);
+  constexpr int64_t kSumsStride = kGroup * kPanel;
+  int64_t p = 0;
+  for (; p + kPanels <= panels; p += kPanels) {
+    multiply_tile<kRows, kPanels, kFetches>(x, x_stride, w + p * panel_size, panel_size, begin, end,
+                                            sums + p * kPanel, kSumsStride);
+  }
+  for (; p < panels; ++p) {
+    multiply_tile<kRows, 1, kFetches>(x, x_stride, w + p * panel_size, panel_size, begin, end,
+                                      sums + p * kPanel, kSumsStride);
+  }
+}
+
+// Chooses the tile of `rows` <= kRows rows.
+template <int kRows, bool kFetches, class X, class T>
+inline void multiply_rows(int64_t rows, const X* x, int64_t x_stride, const T* w, int64_t panel_size,
+                          int64_t panels, int64_t begin, int64_t end, float* sums) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows)
+      return multiply_rows<kRows - 1, kFetches>(rows, x, x_stride, w, panel_size, panels, begin, end, sums);
+  }
+  multiply_panels<kRows, kFetches>(x, x_stride, w, panel_size, panels, begin, end, sums);
+}
+
+template <class T>
+inline void write_row(const LinearArgs& a, const float* sums, int64_t row, int64_t column, int64_t columns) {
+  T* out = static_cast<T*>(a.out) + row * a.out_features + column;
+  const T* bias = a.bias == nullptr ? nullptr : static_cast<const T*>(a.bias) + column;
+  for_lanes(
+      columns, [&](int64_t i) { store(out + i, bias ? load(sums + i) + load(bias + i) : load(sums + i)); },
+      [&](int64_t i, int rest) {
+        const VecF sum = load_n(sums + i, rest);
+        store_n(out + i, bias ? sum + load_n(bias + i, rest) : sum, rest);
+      });
+}
+
+// All inputs of a few rows by some panels. The first rows load each slice of a panel into the cache for the
+// others. Not inlined into the loops for many rows, which need all registers.
+template <class T, class X>
+__attribute__((noinline)) void multiply_few(const X* x, int64_t x_stride, int64_t rows, const T* w,
+                                            int64_t panel_size, int64_t panels, int64_t inputs, float* sums) {
+  const int64_t tiles = (rows + kTileRows<T> - 1) / kTileRows<T>, first = (rows + tiles - 1) / tiles;
+  const int64_t together = panels_of(static_cast<int>(first), kAreSplit<T>);
+  for (int64_t p = 0; p < panels; p += together) {
+    const int64_t count = together < panels - p ? together : panels - p;
+    for (int64_t begin = 0; begin == 0 || begin < inputs; begin += kSlice) {
+      const int64_t end = begin + kSlice < inputs ? begin + kSlice : inputs;
+      multiply_rows<kTileRows<T>, true>(first, x, x_stride, w + p * panel_size, panel_size, count, begin, end,
+                                        sums + p * kPanel);
+      for (int64_t row = first; row < rows; row += first) {
+        multiply_rows<kTileRows<T>, false>(rows - row < first ? rows - row : first, x + row * x_stride,
+                                           x_stride, w + p * panel_size, panel_size, count, begin, end,
+                                           sums + row * kGroup * kPanel + p * kPanel);
+      }
+    }
+  }
+}
+
+// A slice of the first tile of many rows, which prefetches the panels. Not inlined, as above.
+template <class T, class X>
+__attribute__((noinline)) void multiply_first(const X* x, int64_t x_stride, int64_t rows, const T* w,
+                                              int64_t panel_size, int64_t panels, int64_t begin, int64_t end,
+                                              float* sums) {
+  multiply_rows<kManyRowsTile<T, X>, true>(rows, x, x_stride, w, panel_size, panels, begin, end, sums);
+}
+
+// Rows from `x` on by some panels.
+template <class T, class X>
+__attribute__((noinline)) void multiply_task(const X* x, int64_t x_stride, int64_t rows, const T* w,
+                                             int64_t panel_size, int64_t panels, int64_t inputs, float* sums) {
+  const bool are_few = rows >= kMinPrefetchRows && rows <= kMaxPrefetchRows;
+  if (are_few) return multiply_few(x, x_stride, rows, w, panel_size, panels, inputs, sums);
+  // Tiles as even as possible: 14 rows in tiles of at most 6 are 5 + 5 + 4, not 6 + 6 + 2.
+  constexpr int kRows = kManyRowsTile<T, X>;
+  const int64_t tiles = (rows + kRows - 1) / kRows;
+  for (int64_t begin = 0; begin == 0 || begin < inputs; begin += kSlice) {
+    const int64_t end = begin + kSlice < inputs ? begin + kSlice : inputs;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t first = rows * tile / tiles, last = rows * (tile + 1) / tiles;
+      if (tile == 0 && tiles > 1) {
+        multiply_first(x, x_stride, last, w, panel_size, panels, begin, end, sums);
+      } else {
+        multiply_rows<kRows, false>(last - first, x + first * x_stride, x_stride, w, panel_size, panels, begin,
+                                    end, sums + first * kGroup * kPanel);
+      }
+    }
+  }
+}
+
+// A product rounded to T.
+template <class T>
+inline VecF rounded(VecF x) {
+  alignas(64) T memory[kLanes];
+  store(memory, x);
+  return load(memory);
+}
+template <>
+inline VecF rounded<float>(VecF x) {
+  return x;
+}
+
+// A row of the gated result. The products are rounded to T, so that the result equals that of the two separate
+// kernels.
+template <class T, class Activation>
+inline void write_gated_row(const LinearArgs& a, const Activation& activation, const float* gates,
+                            const float* ups, int64_t row, int64_t column, int64_t columns) {
+  const int64_t width = a.out_features / 2;
+  T* out = static_cast<T*>(a.out) + row * width + column;
+  const T* gate_bias = a.bias == nullptr ? nullptr : static_cast<const T*>(a.bias) + column;
+  // Whole panels: `columns` is a multiple of the lanes.
+  for (int64_t i = 0; i < columns; i += kLanes) {
+    VecF gate = load(gates + i), up = load(ups + i);
+    if (gate_bias != nullptr) {
+      gate = gate + load(gate_bias + i);
+      up = up + load(gate_bias + width + i);
+    }
+    store(out + i, activation(rounded<T>(gate)) * rounded<T>(up));
+  }
+}
+
+// Rows [row, row + rows) by panels [panel, panel + panels); if gated, also by the corresponding panels of the
+// second half.
+template <class T, class X>
+void run_task(const LinearArgs& a, const X* x, int64_t x_stride, int64_t row, int64_t rows, int64_t panel,
+              int64_t panels) {
+  alignas(64) float sums[kTaskRows * kGroup * kPanel];
+  constexpr bool kPairs = is_same<T, bfloat16>;
+  const int64_t padded = kPairs ? (a.in_features + 1) / 2 * 2 : a.in_features;
+  const int64_t panel_size = padded * kPanel;
+  const T* w = static_cast<const T*>(a.packed) + panel * panel_size;
+  multiply_task(x + row * x_stride, x_stride, rows, w, panel_size, panels, padded, sums);
+  const int64_t column = panel * kPanel;
+  if (a.is_gated) {
+    float* ups = sums + rows * kGroup * kPanel;
+    multiply_task(x + row * x_stride, x_stride, rows, w + a.out_features / 2 * padded, panel_size, panels,
+                  padded, ups);
+    with_gate(a.gate, [&](auto activation) {
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t at = r * kGroup * kPanel;
+        write_gated_row<T>(a, activation, sums + at, ups + at, row + r, column, panels * kPanel);
+      }
+    });
+    return;
+  }
+  const int64_t columns = panels * kPanel < a.out_features - column ? panels * kPanel : a.out_features - column;
+  for (int64_t r = 0; r < rows; ++r) write_row<T>(a, sums + r * kGroup * kPanel, row + r, column, columns);
+}
+
+// Copies row t of x into the workspace as X, padded to an even length.
+template <class T, class X>
+inline void widen_row(const LinearArgs& a, int64_t t, X* to, int64_t padded) {
+  const T* from = static_cast<const T*>(a.x) + t * a.x_stride;
+  for_lanes(
+      a.in_features, [&](int64_t i) { store(to + i, load(from + i)); },
+      [&](int64_t i, int rest) { store_n(to + i, load_n(from + i, rest), rest); });
+  if (padded > a.in_features) to[a.in_features] = X{};
+}
+
+}  // namespace
+}  // namespace ascend_vllm
+
+#include "cpu/kernels/gemm_tiles.h"
+
+#endif
