@@ -33,6 +33,7 @@ or device whose memory is larger than that.
 TRANSFORMERS = "transformers"
 PLAIN = "plain model"
 YES = "yes"
+NO_EXPERTS = "no: mixtures of experts"
 NO_CAPS = "no: soft caps of attention scores"
 NO_ALIBI = "7B: yes; 13B: no, ALiBi"
 
@@ -84,6 +85,7 @@ ROWS = {
         "MiniCPM 1B, 2B", PLAIN, YES, "mixtures of experts, `sparse_config` and MiniCPM 3 are refused"
     ),
     "MistralForCausalLM": Row("Mistral 7B, Nemo 12B, Small 24B", TRANSFORMERS),
+    "MixtralForCausalLM": Row("Mixtral 8x7B, 8x22B", TRANSFORMERS, NO_EXPERTS),
     "OPTForCausalLM": Row("OPT 125M to 66B", TRANSFORMERS),
     "Phi3ForCausalLM": Row(
         "Phi-3 mini, medium, Phi-3.5 mini, Phi-4, Phi-4 mini",
@@ -99,7 +101,13 @@ ROWS = {
         "`use_logn_attn` and `use_dynamic_ntk` are refused beyond seq_length",
     ),
     "Qwen2ForCausalLM": Row("Qwen1.5, Qwen2, Qwen2.5 0.5B to 72B, QwQ", TRANSFORMERS),
+    "Qwen2MoeForCausalLM": Row(
+        "Qwen1.5-MoE A2.7B, Qwen2 57B-A14B", TRANSFORMERS, NO_EXPERTS, "`use_sliding_window` is refused"
+    ),
     "Qwen3ForCausalLM": Row("Qwen3 0.6B to 32B", TRANSFORMERS),
+    "Qwen3MoeForCausalLM": Row(
+        "Qwen3 30B-A3B, 235B-A22B", TRANSFORMERS, NO_EXPERTS, "`use_sliding_window` is refused"
+    ),
     "Starcoder2ForCausalLM": Row("StarCoder2 3B, 7B, 15B", TRANSFORMERS),
     "XverseForCausalLM": Row("XVERSE 7B, 13B, 65B", "LlamaForCausalLM, which it equals"),
 }

@@ -139,6 +139,27 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
     "falcon-sequential": lambda: transformers.FalconConfig(**_COMMON, multi_query=False, parallel_attn=False),
     "starcoder2": lambda: transformers.Starcoder2Config(**_GATED, sliding_window=40),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **_GATED | {"intermediate_size": 40}, num_local_experts=6, num_experts_per_tok=2
+    ),
+    # the first layer is dense, and weights of a token's experts do not add up to 1
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
+        **_GATED,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=56,
+        mlp_only_layers=[0],
+    ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **_GATED,
+        head_dim=32,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+        decoder_sparse_step=2,
+    ),
     "opt": lambda: transformers.OPTConfig(**_COMMON, ffn_dim=112),
     "opt-post-norm": lambda: transformers.OPTConfig(
         **_COMMON, ffn_dim=112, do_layer_norm_before=False, word_embed_proj_dim=32
@@ -209,7 +230,10 @@ def draw_weights(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 1:
+            if name.endswith("mlp.gate.weight"):
+                # the router's best experts lead clearly
+                parameter.copy_(noise * 3.0 * parameter.shape[1] ** -0.5)
+            elif parameter.ndim == 1:
                 center = 0.0 if name.endswith("bias") else norm
                 parameter.copy_(center + 0.2 * noise)
             elif "embed_tokens" in name or "word_embeddings" in name:

@@ -179,6 +179,13 @@ _OF_FAMILIES: Mapping[str, _Kind] = {
     "logits_scaling": _number(0, above=True),
     "rotary": _OBJECT | _NULL,
     "layer_types": _TEXTS | _NULL,
+    "num_experts_per_tok": _whole(1, _MAX_INT),
+    "moe_intermediate_size": _whole(1, MAX_INTERMEDIATE),
+    "shared_expert_intermediate_size": _whole(0, MAX_INTERMEDIATE),
+    "decoder_sparse_step": _whole(1, MAX_LAYERS),
+    "mlp_only_layers": _list_of(_whole(0, MAX_LAYERS), "layers") | _NULL,
+    "norm_topk_prob": _SWITCH,
+    "qkv_bias": _SWITCH,
 }
 # both spellings of rotary parameters, before they are merged
 _ROPE_SPELLINGS: Mapping[str, _Kind] = {

@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 # ends of names of architectures that share their decoder with XForCausalLM
 _HEADLESS = ("ForSequenceClassification", "Model")
-# kind of MLP → its matrices of hidden_size × intermediate_size
-_MLP_MATRICES = {"gated": 3, "plain": 2}
+# kind of MLP → its matrices of hidden_size × intermediate_size; a mixture of experts has others
+_MLP_MATRICES = {"gated": 3, "plain": 2, "experts": 0}
 _DEFAULT_ROPE_THETA = 10000.0
 # rope types whose max_position_embeddings is the length after scaling
 _SCALED_ROPE_TYPES = frozenset({"default", "su", "longrope", "llama3", "mrope"})
@@ -114,6 +114,38 @@ class StatedLength(msgspec.Struct, frozen=True):
     default: int | None = None
 
 
+class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A mixture of experts: gated MLPs of which each token uses a few.
+
+    Attributes:
+        count: experts of a layer.
+        num_chosen: experts that a token uses.
+        intermediate_size: width inside an expert.
+        scoring: "softmax" or "sigmoid", which makes scores of the router's logits.
+        renormalizes: the weights of a token's experts are divided by their sum.
+        num_groups: groups of experts, see `ops.experts.route_tokens`.
+        num_chosen_groups: groups that the experts of a token come from.
+        scale: factor on the weights.
+        has_correction: a bias per expert is added to scores for the choice only.
+        shared_size: width inside the MLP that all tokens use; 0: there is none.
+        shared_name: its name in the checkpoint.
+        has_shared_gate: its result is multiplied by the sigmoid of a projection to one number.
+    """
+
+    count: int
+    num_chosen: int
+    intermediate_size: int
+    scoring: str = "softmax"
+    renormalizes: bool = True
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    scale: float = 1.0
+    has_correction: bool = False
+    shared_size: int = 0
+    shared_name: str = "shared_expert"
+    has_shared_gate: bool = False
+
+
 class LayerPlan(msgspec.Struct, frozen=True):
     """One decoder layer.
 
@@ -121,7 +153,8 @@ class LayerPlan(msgspec.Struct, frozen=True):
         attention: "full_attention", "sliding_attention", or another kind that `layer_types` names, which models may
             refuse.
         sliding_window: tokens that a token sees, itself included; None: all.
-        mlp: "gated" (three matrices), "plain" (two), or "unknown": what a model of another package has.
+        mlp: "gated" (three matrices), "plain" (two), "experts" (see `ArchConfig.experts`), or "unknown": what a model
+            of another package has.
         norm_first: norms come before attention and MLP, not after them.
         kv_cache: what attention caches of each token.
         is_local: rotates by `ArchConfig.local_rope`.
@@ -177,6 +210,7 @@ class ArchConfig(msgspec.Struct, frozen=True, kw_only=True):
         local_rope: those of layers whose plan `is_local`.
         num_learned_positions: learned positions; None: there are none.
         num_experts: experts of an MLP; 0: there are none.
+        experts: the mixtures of the layers that have one; None: none has.
         sliding_window: what config.json states, whether or not a layer has it; None: no window.
         max_length: longest sequence; None: config.json states none.
         dtype: of the checkpoint.
@@ -221,6 +255,7 @@ class ArchConfig(msgspec.Struct, frozen=True, kw_only=True):
     local_rope: RopeConfig | None = None
     num_learned_positions: int | None = None
     num_experts: int = 0
+    experts: ExpertsConfig | None = None
     sliding_window: int | None = None
     max_length: StatedLength | None = None
     dtype: str = "float32"
@@ -263,7 +298,11 @@ class ArchConfig(msgspec.Struct, frozen=True, kw_only=True):
         attention = 2 * self.hidden_size * self.head_size * (self.num_heads + self.num_kv_heads)
         matrix = self.hidden_size * (self.intermediate_size or 0)
         embeddings = self.vocab_size * self.embedding_size + (self.num_learned_positions or 0) * self.hidden_size
-        return embeddings + sum(attention + _MLP_MATRICES[plan.mlp] * matrix for plan in self.layers)
+        mixture = 0
+        if self.experts is not None:
+            inner = self.experts.count * self.experts.intermediate_size + self.experts.shared_size
+            mixture = 3 * self.hidden_size * inner * sum(plan.mlp == "experts" for plan in self.layers)
+        return embeddings + mixture + sum(attention + _MLP_MATRICES[plan.mlp] * matrix for plan in self.layers)
 
     def without_sliding_window(self) -> ArchConfig:
         """The same model with full attention in every layer."""
@@ -489,11 +528,14 @@ READERS: dict[str, ArchReader | str] = {
     "LlamaForCausalLM": _read_llama,
     "MiniCPMForCausalLM": f"{_FAMILIES}:read_minicpm",
     "MistralForCausalLM": _read_mistral,
+    "MixtralForCausalLM": f"{_FAMILIES}:read_mixtral",
     "OPTForCausalLM": _read_opt,
     "Phi3ForCausalLM": f"{_FAMILIES}:read_phi3",
     "QWenLMHeadModel": f"{_FAMILIES}:read_qwen",
     "Qwen2ForCausalLM": _read_qwen2,
+    "Qwen2MoeForCausalLM": f"{_FAMILIES}:read_qwen2_moe",
     "Qwen3ForCausalLM": _read_qwen3,
+    "Qwen3MoeForCausalLM": f"{_FAMILIES}:read_qwen3_moe",
     "Starcoder2ForCausalLM": f"{_FAMILIES}:read_starcoder2",
     "XverseForCausalLM": _read_llama,
 }

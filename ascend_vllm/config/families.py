@@ -16,6 +16,7 @@ from ascend_vllm.config.arch import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
     ArchConfig,
+    ExpertsConfig,
     LayerPlan,
     RopeConfig,
     layer_plans,
@@ -313,3 +314,57 @@ def read_falcon(hf_config: Mapping[str, Any]) -> ArchConfig:
         mlp_bias=has_bias,
         qkv_layout="grouped",
     )
+
+
+# ---- mixtures of experts -----------------------------------------------------------------------------------
+
+
+def read_mixtral(hf_config: Mapping[str, Any]) -> ArchConfig:
+    """Mixtral: Mistral with a mixture in every layer; the weights of a token's experts add up to 1."""
+    return read_decoder(
+        hf_config,
+        layers=_with_experts(_same_window(hf_config)),
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        captures_graphs=True,
+        experts=ExpertsConfig(
+            count=int(hf_config["num_experts"]),
+            num_chosen=int(hf_config["num_experts_per_tok"]),
+            intermediate_size=int(hf_config["intermediate_size"]),
+        ),
+    )
+
+
+def _qwen_experts(hf_config: Mapping[str, Any], **shared: Any) -> dict[str, Any]:
+    """Fields of `ArchConfig` of Qwen's mixtures."""
+    count, step = int(hf_config["num_experts"]), int(hf_config["decoder_sparse_step"])
+    dense = frozenset(hf_config.get("mlp_only_layers") or ())
+    plans = tuple(
+        plan if index in dense or count == 0 or (index + 1) % step else _with_experts((plan,))[0]
+        for index, plan in enumerate(layer_plans(hf_config))
+    )
+    experts = ExpertsConfig(
+        count=count,
+        num_chosen=int(hf_config["num_experts_per_tok"]),
+        intermediate_size=int(hf_config["moe_intermediate_size"]),
+        renormalizes=bool(hf_config.get("norm_topk_prob")),
+        **shared,
+    )
+    return {"layers": plans, "experts": experts, "mlp_bias": False, "captures_graphs": True}
+
+
+def read_qwen2_moe(hf_config: Mapping[str, Any]) -> ArchConfig:
+    """Qwen1.5-MoE and Qwen2-MoE: besides the experts an MLP for all tokens, with a gate."""
+    shared = {"shared_size": int(hf_config["shared_expert_intermediate_size"]), "has_shared_gate": True}
+    biases = {"qkv_bias": bool(hf_config.get("qkv_bias", True)), "output_bias": False}
+    return read_decoder(hf_config, **biases, **_qwen_experts(hf_config, **shared))
+
+
+def read_qwen3_moe(hf_config: Mapping[str, Any]) -> ArchConfig:
+    """Qwen3-MoE: queries and keys normalised per head, no MLP for all tokens."""
+    return read_decoder(hf_config, qk_norm=True, **_qwen_experts(hf_config))
+
+
+def _with_experts(plans: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
+    return tuple(msgspec.structs.replace(plan, mlp="experts") for plan in plans)

@@ -28,6 +28,13 @@ _QWEN = _LLAMA_LIKE | {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+_QWEN_MOE = {name: value for name, value in _QWEN.items() if name != "max_window_layers"} | {
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": False,
+    "mlp_only_layers": None,
+}
 
 _GEMMA = {
     "vocab_size": 256000,
@@ -218,6 +225,20 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
+    "mixtral": _LLAMA_LIKE
+    | {
+        "vocab_size": 32000,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096 * 32,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "phi3": _LLAMA_LIKE
     | {
         "vocab_size": 32064,
@@ -248,6 +269,26 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "use_logn_attn": True,
         "no_bias": True,
         "tie_word_embeddings": False,
+    },
+    "qwen2_moe": _QWEN_MOE
+    | {
+        "intermediate_size": 5632,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "qkv_bias": True,
+    },
+    "qwen3_moe": _QWEN_MOE
+    | {
+        "intermediate_size": 6144,
+        "num_key_value_heads": 4,
+        "attention_bias": False,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
     },
     "starcoder2": {
         "vocab_size": 49152,
@@ -293,7 +334,10 @@ SPELLINGS: Mapping[str, Mapping[str, str]] = {
     },
     "gemma2": {"hidden_act": "hidden_activation"},
     "gemma3_text": {"hidden_act": "hidden_activation"},
+    "mixtral": {"num_experts": "num_local_experts"},
     "qwen": {"head_dim": "kv_channels", "rms_norm_eps": "layer_norm_epsilon", "rope_theta": "rotary_emb_base"},
+    # as transformers 5 writes it
+    "qwen3_moe": {"num_experts": "num_local_experts"},
     "starcoder2": {"rms_norm_eps": "norm_epsilon"},
 }
 # model_type → field → the values that are supported, where others would make another model
@@ -314,6 +358,8 @@ SUPPORTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "minicpm": {"num_experts": (0, None), "sparse_config": (None,)},
     "phi3": {"attention_bias": (False, None), "mlp_bias": (False, None), "lm_head_bias": (False, None)},
     "qwen": {"visual": (None,)},
+    "qwen2_moe": {"use_sliding_window": (False, None)},
+    "qwen3_moe": {"use_sliding_window": (False, None)},
 }
 # model types whose activations exceed the range of float16, as in vLLM
 WITHOUT_FLOAT16 = frozenset({"gemma2", "gemma3_text", "glm4"})

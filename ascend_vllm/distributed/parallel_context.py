@@ -49,6 +49,7 @@ class ParallelContext:
         pp_rank: its stage, 0 … pp_size-1.
         pp_size: number of pipeline stages.
         stage_layers: [pp_size] layers of each stage; empty: those of `layers_of_stages`.
+        expert_parallel: the workers of a stage have some whole experts each, not a part of every one.
     """
 
     tp_rank: int = 0
@@ -56,6 +57,7 @@ class ParallelContext:
     pp_rank: int = 0
     pp_size: int = 1
     stage_layers: tuple[int, ...] = ()
+    expert_parallel: bool = False
 
     @property
     def rank(self) -> int:
@@ -120,6 +122,33 @@ class ParallelContext:
         if self.tp_size % total:
             raise ConfigError(f"the model's {total} {what} do not divide --tensor-parallel-size {self.tp_size}")
         return Shard(self.tp_rank * total // self.tp_size, 1)
+
+    def experts(self, total: int) -> Shard:
+        """This rank's experts; if they do not divide evenly, the first ranks have one more, as in vLLM.
+
+        Raises:
+            ConfigError: there are fewer experts than ranks.
+
+        Example:
+            >>> ParallelContext(tp_rank=1, tp_size=2, expert_parallel=True).experts(7)
+            Shard(start=4, size=3)
+        """
+        if not self.expert_parallel:
+            return Shard(0, total)
+        if total < self.tp_size:
+            raise ConfigError(
+                f"--enable-expert-parallel with --tensor-parallel-size {self.tp_size} is too much for {total} experts"
+            )
+        each, left = divmod(total, self.tp_size)
+        return Shard(self.tp_rank * each + min(self.tp_rank, left), each + (self.tp_rank < left))
+
+    def inside_of_experts(self, width: int) -> Shard:
+        """This rank's part of the width inside each of its experts.
+
+        Raises:
+            ConfigError: the width does not divide evenly.
+        """
+        return Shard(0, width) if self.expert_parallel else self.shard(width, "width of experts")
 
     def padded_part(self, total: int) -> int:
         """Size of every rank's shard of a vocabulary, with the padding of the last rank.

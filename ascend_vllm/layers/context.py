@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 
@@ -24,6 +25,7 @@ class BuildContext:
         collectives: of the tensor-parallel group.
         quant: chooses the quantization method of each layer.
         step_state: where layers declare step state.
+        checkpoint_shapes: of the checkpoint's tensors, by the model's names, for layers with several layouts.
 
     Example:
         >>> BuildContext(torch.float32, torch.device("cpu")).parallel.tp_size
@@ -36,3 +38,4 @@ class BuildContext:
     collectives: Collectives = dataclasses.field(default_factory=SingleRank)
     quant: QuantScheme = dataclasses.field(default_factory=UnquantizedScheme)
     step_state: StepState = dataclasses.field(default_factory=lambda: StepState(0, 0, torch.device("cpu")))
+    checkpoint_shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)

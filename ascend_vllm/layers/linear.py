@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ascend_vllm.distributed.collectives import SingleRank
 from ascend_vllm.distributed.parallel_context import Shard
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
@@ -216,15 +217,30 @@ def _grouped_heads(query: Shard, kv: Shard, group: int) -> list[Shard]:
 
 
 class RowParallelLinear(Linear):
-    """One matrix, its inputs split over ranks; the ranks' results are added."""
+    """One matrix, its inputs split over ranks; the ranks' results are added.
+
+    Args:
+        prefix: name of the matrix.
+        in_features: its columns.
+        out_features: its rows.
+        bias: whether there is one.
+        adds_ranks: otherwise the caller adds the ranks' results.
+    """
 
     def __init__(
-        self, context: BuildContext, prefix: str, in_features: int, out_features: int, *, bias: bool = False
+        self,
+        context: BuildContext,
+        prefix: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        adds_ranks: bool = True,
     ) -> None:
         output = LinearOutput(prefix, out_features, Shard(0, out_features))
         in_shard = context.parallel.shard(in_features, f"inputs of {prefix}")
         super().__init__(context, prefix, [output], in_features, bias=bias, in_shard=in_shard)
-        self._collectives = context.collectives
+        self._collectives = context.collectives if adds_ranks else SingleRank()
         # only one rank adds the bias, since the ranks' results are added
         self._adds_bias = context.parallel.tp_rank == 0
 
@@ -234,7 +250,7 @@ class RowParallelLinear(Linear):
             self.bias = None
 
     def forward(self, x: Activation) -> torch.Tensor:
-        """x [T, in], this rank's inputs → [T, out], complete on every rank."""
+        """x [T, in], this rank's inputs → [T, out], complete on every rank if it `adds_ranks`."""
         return self._collectives.all_reduce(self._method.apply(self, x))
 
 

@@ -18,13 +18,15 @@ from ascend_vllm.config.arch import FULL_ATTENTION, SLIDING_ATTENTION, ArchConfi
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.attention import Attention, ForwardContext
-from ascend_vllm.layers.base import Layer
+from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.embedding import LMHead, NoLMHead, TiedLMHead, VocabParallelEmbedding
+from ascend_vllm.layers.experts import Experts
 from ascend_vllm.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
 )
 from ascend_vllm.layers.norm import LayerNorm, RMSNorm
@@ -79,10 +81,25 @@ def _check_activation(arch: ArchConfig, supported: Mapping[str, object]) -> None
 
 
 class GatedMLP(Layer):
-    """down(act(gate(x)) · up(x)), gate and up in one GEMM."""
+    """down(act(gate(x)) · up(x)), gate and up in one GEMM.
 
-    def __init__(self, arch: ArchConfig, context: BuildContext, prefix: str) -> None:
-        hidden, intermediate = arch.hidden_size, required(arch.intermediate_size, "intermediate_size")
+    Args:
+        prefix: name of the module.
+        intermediate_size: width inside; None: that of config.json.
+        adds_ranks: otherwise the caller adds the ranks' results.
+    """
+
+    def __init__(
+        self,
+        arch: ArchConfig,
+        context: BuildContext,
+        prefix: str,
+        *,
+        intermediate_size: int | None = None,
+        adds_ranks: bool = True,
+    ) -> None:
+        hidden = arch.hidden_size
+        intermediate = intermediate_size or required(arch.intermediate_size, "intermediate_size")
         _check_activation(arch, _GATED_ACTIVATIONS)
         self._activation = _GATED_ACTIVATIONS[arch.activation]
         self.gate_up_proj = MergedColumnParallelLinear(
@@ -95,7 +112,9 @@ class GatedMLP(Layer):
             bias=arch.mlp_bias,
             is_fused=arch.gate_up_fused,
         )
-        self.down_proj = RowParallelLinear(context, f"{prefix}.down_proj", intermediate, hidden, bias=arch.mlp_bias)
+        self.down_proj = RowParallelLinear(
+            context, f"{prefix}.down_proj", intermediate, hidden, bias=arch.mlp_bias, adds_ranks=adds_ranks
+        )
 
     def forward(self, x: Activation) -> torch.Tensor:
         """[T, H] → [T, H]."""
@@ -125,6 +144,46 @@ class PlainMLP(Layer):
     def activation_quant(self) -> ActivationQuant | None:
         """As `GatedMLP.activation_quant`."""
         return self.up_proj.activation_quant
+
+
+class MoE(Layer):
+    """A mixture of experts, and in some families an MLP that all tokens use."""
+
+    activation_quant = None
+
+    def __init__(self, arch: ArchConfig, context: BuildContext, prefix: str) -> None:
+        experts, hidden = required(arch.experts, "num_experts"), arch.hidden_size
+        _check_activation(arch, _GATED_ACTIVATIONS)
+        activation = _GATED_ACTIVATIONS[arch.activation]
+        self.gate = ReplicatedLinear(context, f"{prefix}.gate", hidden, experts.count)
+        self.experts = Experts(context, f"{prefix}.experts", experts, hidden, activation)
+        self.shared: GatedMLP | None = None
+        self.shared_gate: ReplicatedLinear | None = None
+        if experts.shared_size > 0:
+            name = f"{prefix}.{experts.shared_name}"
+            self.shared = GatedMLP(arch, context, name, intermediate_size=experts.shared_size, adds_ranks=False)
+            if experts.has_shared_gate:
+                self.shared_gate = ReplicatedLinear(context, f"{name}_gate", hidden, 1)
+        self._correction: torch.Tensor | None = None
+        self._slots: list[WeightSlot] = []
+        if experts.has_correction:
+            self._correction = torch.empty(experts.count)
+            name = f"{prefix}.gate.e_score_correction_bias"
+            self._slots = [WeightSlot(name, (experts.count,), self._correction)]
+
+    def slots(self) -> list[WeightSlot]:
+        """The correction of the experts' scores, if there is one."""
+        return self._slots
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] → [T, H]."""
+        shared = None if self.shared is None else self.shared.forward(x)
+        shared_gate = None if self.shared_gate is None else self.shared_gate.forward(x)
+        return self.experts.forward(x, self.gate.forward(x), self._correction, shared, shared_gate)
+
+
+# kind of MLP, see `LayerPlan.mlp` → its layer
+_MLPS: dict[str, type[GatedMLP | PlainMLP | MoE]] = {"plain": PlainMLP, "experts": MoE}
 
 
 class RotaryAttention(Layer):
@@ -195,7 +254,7 @@ class DecoderLayer(Layer):
             raise ModelLoadError(f"config.json: layer_types has {plan.attention!r}, which is not supported")
         cache_index = context.parallel.layers(len(arch.layers)).index(index)
         self.self_attn = RotaryAttention(arch, context, f"{prefix}.self_attn", cache_index, plan)
-        self.mlp = (PlainMLP if plan.mlp == "plain" else GatedMLP)(arch, context, f"{prefix}.mlp")
+        self.mlp = _MLPS.get(plan.mlp, GatedMLP)(arch, context, f"{prefix}.mlp")
         self._make_norms(arch, context, prefix)
         self._residual_scale = arch.residual_scale
         # of the results of attention and MLP

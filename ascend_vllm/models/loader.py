@@ -57,6 +57,8 @@ def load_model(model_config: ModelConfig, load_config: LoadConfig, context: Buil
         context = dataclasses.replace(context, quant=make_scheme(model_config.model, quantization))
     model_class = resolve_model_class(model_config.architecture)
     files = _open_files(model_config.model, load_config)
+    shapes = {model_class.checkpoint_name(name): shape for file in files for name, shape in file.shapes.items()}
+    context = dataclasses.replace(context, checkpoint_shapes=shapes)
     with torch.no_grad():
         model = _build(model_class, model_config, context)
         unfilled = _Unfilled(model)

@@ -16,6 +16,7 @@ from ascend_vllm.config.arch import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
     ArchConfig,
+    ExpertsConfig,
     LayerPlan,
     RopeConfig,
     StatedLength,
@@ -232,7 +233,7 @@ def test_the_longest_sequence(changes: dict[str, Any], expected: StatedLength | 
 def test_experts_dtype_and_ids() -> None:
     arch = read("LlamaForCausalLM")
     assert (arch.num_experts, arch.dtype, arch.eos_token_ids) == (0, "float32", None)
-    assert read("MixtralForCausalLM", num_local_experts=8).num_experts == 8
+    assert read("DbrxForCausalLM", num_local_experts=8).num_experts == 8
     assert read("DeepseekV2ForCausalLM", n_routed_experts=64, num_experts=None).num_experts == 64
     assert read("LlamaForCausalLM", torch_dtype="float16").dtype == "float16"
     assert read("LlamaForCausalLM", torch_dtype="float16", dtype="torch.bfloat16").dtype == "bfloat16"
@@ -342,3 +343,48 @@ def test_config_json_is_read_without_torch() -> None:
 
 def test_full_attention_is_the_default() -> None:
     assert LayerPlan() == LayerPlan(FULL_ATTENTION, None, "gated", norm_first=True)
+
+
+# ---- mixtures of experts ---------------------------------------------------------------------------------------
+
+MIXTURE: dict[str, Any] = GATED | {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "decoder_sparse_step": 1,
+}
+
+
+def mixtures(architecture: str, **changes: Any) -> list[int]:
+    """Layers with a mixture."""
+    layers = read(architecture, MIXTURE, **changes).layers
+    return [index for index, plan in enumerate(layers) if plan.mlp == "experts"]
+
+
+def test_mixtures_of_the_families() -> None:
+    mixtral = read("MixtralForCausalLM", MIXTURE, sliding_window=32)
+    assert mixtral.experts == ExpertsConfig(count=8, num_chosen=2, intermediate_size=112)
+    assert [plan.sliding_window for plan in mixtral.layers] == [32] * 3
+    assert mixtral.num_parameters == 100 * 64 + 3 * (2 * 64 * 16 * (4 + 2) + 8 * 3 * 64 * 112)
+    qwen2 = read("Qwen2MoeForCausalLM", MIXTURE)
+    assert qwen2.experts == ExpertsConfig(
+        count=8, num_chosen=2, intermediate_size=24, renormalizes=False, shared_size=40, has_shared_gate=True
+    )
+    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.mlp_bias, qwen2.qk_norm) == (True, False, False, False)
+    assert not read("Qwen2MoeForCausalLM", MIXTURE, qkv_bias=False).qkv_bias
+    assert qwen2.num_parameters == 100 * 64 + 3 * (2 * 64 * 16 * (4 + 2) + 3 * 64 * (8 * 24 + 40))
+    qwen3 = read("Qwen3MoeForCausalLM", MIXTURE, norm_topk_prob=True)
+    assert qwen3.experts == ExpertsConfig(count=8, num_chosen=2, intermediate_size=24)
+    assert (qwen3.qkv_bias, qwen3.qk_norm) == (False, True)
+
+
+def test_some_layers_are_dense() -> None:
+    for name in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
+        assert mixtures(name) == [0, 1, 2]
+        assert mixtures(name, mlp_only_layers=[0, 2]) == [1]
+        assert mixtures(name, decoder_sparse_step=2) == [1]
+        assert mixtures(name, num_experts=0) == []
+    assert mixtures("MixtralForCausalLM", decoder_sparse_step=2) == [0, 1, 2]
+    dense = read("Qwen3MoeForCausalLM", MIXTURE, mlp_only_layers=[0, 1])
+    assert dense.num_parameters == 100 * 64 + 3 * 2 * 64 * 16 * (4 + 2) + 2 * 3 * 64 * 112 + 3 * 64 * 8 * 24

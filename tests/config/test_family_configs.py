@@ -176,6 +176,37 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, int]] = {
         11.1,
         8192,
     ),
+    "Mixtral-8x7B-Instruct-v0.1": ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, 46.7, 131072),
+    "Qwen2-57B-A14B-Instruct": (
+        {
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "model_type": "qwen2_moe",
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 2560,
+            "shared_expert_intermediate_size": 20480,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+        },
+        57.4,
+        32768,
+    ),
+    "Qwen3-30B-A3B": (
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "head_dim": 128,
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "max_position_embeddings": 40960,
+            "norm_topk_prob": True,
+        },
+        30.5,
+        40960,
+    ),
     "starcoder2-3b": ({"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"}, 3.03, 4096),
 }
 

@@ -53,8 +53,11 @@ NATIVE = (
     "glm4",
     "granite",
     "internlm3",
+    "mixtral",
     "phi3",
     "phi3-longrope",
+    "qwen2-moe",
+    "qwen3-moe",
     "starcoder2",
 )
 _NORMALISED = "baichuan-13b"
@@ -169,6 +172,8 @@ def test_llama_by_other_names(architecture: str) -> None:
         ("phi3", {"lm_head_bias": True}, "lm_head_bias True is not supported"),
         ("qwen1", {"visual": {}}, "visual {} is not supported"),
         ("minicpm", {"num_experts": 8}, "num_experts 8 is not supported"),
+        ("mixtral", {"num_experts_per_tok": 7}, r"cannot use 7 \(num_experts_per_tok\) of 6 experts"),
+        ("qwen3-moe", {"use_sliding_window": True}, "use_sliding_window True is not supported"),
         (
             "phi3-longrope",
             {"rope_parameters": {"short_factor": [1.0]}},
@@ -264,7 +269,9 @@ def _two_steps(driver: PagedDriver) -> list[torch.Tensor]:
         ("gemma2", 2),
         ("internlm2", 2),
         ("internlm2", 4),
+        ("mixtral", 2),
         ("phi3", 4),
+        ("qwen2-moe", 2),
         ("starcoder2", 2),
     ],
 )
@@ -280,7 +287,7 @@ def test_ranks_compute_what_one_computes(name: str, size: int) -> None:
             torch.testing.assert_close(result, one, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["baichuan-13b", "falcon-new", "gemma3", "minicpm"])
+@pytest.mark.parametrize("name", ["baichuan-13b", "falcon-new", "gemma3", "minicpm", "qwen2-moe"])
 def test_stages_compute_what_one_model_computes(name: str) -> None:
     config = make_model_config(_directory(name))
     stages = []
@@ -292,7 +299,10 @@ def test_stages_compute_what_one_model_computes(name: str) -> None:
         assert torch.equal(result, expected)
 
 
-@pytest.mark.parametrize("name", ["baichuan-13b", "falcon-new", "gemma2", "gemma3", "glm4", "minicpm", "starcoder2"])
+@pytest.mark.parametrize(
+    "name",
+    ["baichuan-13b", "falcon-new", "gemma2", "gemma3", "glm4", "minicpm", "mixtral", "qwen2-moe", "starcoder2"],
+)
 def test_decoding_steps_can_be_taped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = PagedDriver(make_model_config(_directory(name)))
     driver.step({0: random_tokens(57, VOCAB_SIZE, seed=3), 1: random_tokens(5, VOCAB_SIZE, seed=4)})
@@ -316,7 +326,7 @@ def test_decoding_steps_can_be_taped(name: str, monkeypatch: pytest.MonkeyPatch)
 # ---- the engine ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["baichuan-13b", "chatglm", "qwen1"])
+@pytest.mark.parametrize("name", ["baichuan-13b", "chatglm", "mixtral", "qwen1", "qwen2-moe", "qwen3-moe"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -329,7 +339,7 @@ def test_the_engine_generates_the_references_text(name: str, options: dict[str, 
     shared = random_tokens(48, VOCAB_SIZE, seed=5)
     prompts = [shared + random_tokens(length, VOCAB_SIZE, seed=length) for length in (1, 9, 40)]
     llm = LLM(
-        _old(name),
+        _directory(name),
         skip_tokenizer_init=True,
         dtype="float32",
         block_size=16,
