@@ -21,10 +21,13 @@ def parallel_config(args: EngineFlags, arch: ArchConfig, device: str) -> Paralle
     """The configuration's section for workers. A single worker runs in the engine's process unless Ray is requested.
 
     Raises:
-        ConfigError: there are too few devices; KV heads or layers cannot be divided; one process would have
-            several workers; the workers cannot be divided among the machines; or Ray is not installed.
+        ConfigError: there are too few devices; KV heads or layers cannot be divided; there are no experts to spread;
+            one process would have several workers; the workers cannot be divided among the machines; or Ray is not
+            installed.
     """
     backend = _backend(args)
+    if args.enable_expert_parallel and arch.num_experts < 1:
+        raise ConfigError("Number of experts in the model must be greater than 0 when expert parallelism is enabled.")
     _check_data_parallel(args, backend)
     _check_nodes(args, backend)
     tp_size, pp_size, engines = args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size
@@ -34,6 +37,7 @@ def parallel_config(args: EngineFlags, arch: ArchConfig, device: str) -> Paralle
         data_parallel_size=engines,
         pipeline_parallel_size=pp_size,
         stage_layers=_stage_layers(len(arch.layers), pp_size),
+        enable_expert_parallel=args.enable_expert_parallel,
         nnodes=args.nnodes,
         node_rank=args.node_rank,
         master_addr=args.master_addr,

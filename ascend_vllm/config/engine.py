@@ -22,6 +22,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
         data_parallel_rank: number of the engine core with this configuration; 0 in the API server's.
         pipeline_parallel_size: number of pipeline stages.
         stage_layers: layers of each stage; empty: distributed evenly.
+        enable_expert_parallel: workers of a stage have some whole experts each, not a part of every one.
         nnodes: machines that the workers run on, an equal share on each, in the order of their ranks.
         node_rank: number of the machine with this configuration; the engine core runs on 0.
         master_addr: name or address of machine 0, as the others reach it.
@@ -36,6 +37,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
     data_parallel_rank: int = 0
     pipeline_parallel_size: int = 1
     stage_layers: tuple[int, ...] = ()
+    enable_expert_parallel: bool = False
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str = "127.0.0.1"

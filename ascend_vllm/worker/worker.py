@@ -88,6 +88,7 @@ class Worker:
             pp_rank=rank // tp_size,
             pp_size=config.parallel.pipeline_parallel_size,
             stage_layers=config.parallel.stage_layers,
+            expert_parallel=config.parallel.enable_expert_parallel,
         )
         meeting = rendezvous or Rendezvous(port=0)
         place = meeting.place(rank, self._parallel.world_size)

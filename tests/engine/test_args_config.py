@@ -782,6 +782,15 @@ def test_refusals_come_before_files_are_read() -> None:
         config_of("/no/such/dir", num_lookahead_slots=1)
 
 
+def test_expert_parallelism(make_model: MakeModel) -> None:
+    mixture = make_model(QWEN2 | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"})
+    config = config_of(mixture, tensor_parallel_size=2, enable_expert_parallel=True)
+    assert config.parallel.enable_expert_parallel
+    assert not config_of(mixture, tensor_parallel_size=2).parallel.enable_expert_parallel
+    with pytest.raises(ConfigError, match=r"^Number of experts in the model must be greater than 0"):
+        config_of(make_model(QWEN2), enable_expert_parallel=True)
+
+
 def test_stages(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     model = make_model(QWEN2 | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6})
     monkeypatch.setattr(logging.getLogger("ascend_vllm"), "propagate", True)

@@ -9,7 +9,6 @@ from ascend_vllm.args.fields import flag
 
 _ONE_MACHINE = "all engines of --data-parallel-size run on this machine in this version; leave it out"
 _OTHER_BALANCER = "requests are shared by the server itself; leave it out, or start several servers"
-_ONE_DEVICE = "several devices share every layer in this version; use --tensor-parallel-size"
 
 
 @dataclasses.dataclass
@@ -302,8 +301,8 @@ class ParallelArgs:
     )
     enable_expert_parallel: bool = flag(
         False,
-        "Spreads the experts of a mixture-of-experts model over the devices.",
-        unsupported=_ONE_DEVICE,
+        "Gives each of --tensor-parallel-size workers some whole experts of a mixture-of-experts model, instead of a "
+        "part of every expert. With --data-parallel-size each engine has all experts.",
     )
     nnodes: int = flag(
         1,
