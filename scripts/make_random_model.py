@@ -1,4 +1,4 @@
-"""Writes a Qwen2-shaped model with random weights, for benchmarks where only the shape matters.
+"""Writes a model of the shape of Qwen2 or Qwen2-MoE with random weights, for benchmarks where only the shape matters.
 
 The directory has Hugging Face's layout: config.json, generation_config.json, model.safetensors in bfloat16, and a
 byte-level BPE tokenizer with as many entries as the model has, so that any server can serve it::
@@ -32,7 +32,7 @@ _CHAT_TEMPLATE = (
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a Qwen2 model, named as in config.json."""
+    """Sizes of a Qwen2 model, named as in config.json; with `num_experts` above 0 of a Qwen2-MoE model."""
 
     vocab_size: int
     hidden_size: int
@@ -42,12 +42,25 @@ class Shape:
     num_key_value_heads: int
     max_position_embeddings: int
     tie_word_embeddings: bool = True
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
 
+
+_OF_EXPERTS = (
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
 
 PRESETS = {
     "qwen2-0.5b": Shape(151936, 896, 4864, 24, 14, 2, 32768),
     "qwen2-1.5b": Shape(151936, 1536, 8960, 28, 12, 2, 32768),
     "tiny-5m": Shape(8192, 256, 704, 4, 4, 2, 4096),
+    # 1.5 GB, of which a token uses 0.36 GB
+    "qwen2-moe-1.5g": Shape(32768, 1024, 1344, 16, 16, 4, 32768, True, 60, 4, 208, 1344),
     # little to compute, but a vocabulary as large as real models'
     "tiny-152k": Shape(151936, 64, 176, 2, 2, 1, 4096),
 }
@@ -66,9 +79,16 @@ def _parameters(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{prefix}.self_attn.{name}_proj.bias", (width,)
         yield f"{prefix}.self_attn.o_proj.weight", (hidden, hidden)
         yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
-        for name in ("gate", "up"):
-            yield f"{prefix}.mlp.{name}_proj.weight", (intermediate, hidden)
-        yield f"{prefix}.mlp.down_proj.weight", (hidden, intermediate)
+        mlps = {"mlp": intermediate}
+        if shape.num_experts > 0:
+            yield f"{prefix}.mlp.gate.weight", (shape.num_experts, hidden)
+            yield f"{prefix}.mlp.shared_expert_gate.weight", (1, hidden)
+            mlps = {f"mlp.experts.{expert}": shape.moe_intermediate_size for expert in range(shape.num_experts)}
+            mlps["mlp.shared_expert"] = shape.shared_expert_intermediate_size
+        for mlp, width in mlps.items():
+            for name in ("gate", "up"):
+                yield f"{prefix}.{mlp}.{name}_proj.weight", (width, hidden)
+            yield f"{prefix}.{mlp}.down_proj.weight", (hidden, width)
     yield "model.norm.weight", (hidden,)
     if not shape.tie_word_embeddings:
         yield "lm_head.weight", (shape.vocab_size, hidden)
@@ -135,11 +155,12 @@ def write_configs(directory: pathlib.Path, shape: Shape) -> None:
         "eos_token_id": shape.vocab_size - 1,
         "pad_token_id": shape.vocab_size - len(_SPECIAL_TOKENS),
     }
+    has_experts = shape.num_experts > 0
     config = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
+        "architectures": ["Qwen2MoeForCausalLM" if has_experts else "Qwen2ForCausalLM"],
+        "model_type": "qwen2_moe" if has_experts else "qwen2",
         "torch_dtype": "bfloat16",
-        **dataclasses.asdict(shape),
+        **{name: size for name, size in dataclasses.asdict(shape).items() if has_experts or name not in _OF_EXPERTS},
         **special,
         "attention_dropout": 0.0,
         "hidden_act": "silu",

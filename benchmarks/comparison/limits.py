@@ -22,12 +22,15 @@ class ModelFacts:
     """The sizes that determine a model's work.
 
     Attributes:
-        weight_bytes: bytes of weights that a decoding step reads.
+        weight_bytes: bytes of weights that every decoding step reads.
         resident_bytes: bytes of all weights.
         matrix_elements: elements of the matrices that every token is multiplied with.
         head_elements: elements of the output layer, which only sampled tokens are multiplied with.
         attention_width: query heads times their size, over all layers.
         kv_bytes_per_token: bytes of a token's keys and values, in the cache's two bytes per value.
+        expert_bytes: bytes of all experts of a mixture.
+        expert_elements: their elements.
+        chosen_share: the share of a layer's experts that a token is multiplied with.
     """
 
     weight_bytes: int
@@ -36,6 +39,9 @@ class ModelFacts:
     head_elements: int
     attention_width: int
     kv_bytes_per_token: int
+    expert_bytes: int = 0
+    expert_elements: int = 0
+    chosen_share: float = 0.0
 
     @classmethod
     def of(cls, model_dir: str) -> ModelFacts:
@@ -53,17 +59,33 @@ class ModelFacts:
         matrices = sum(math.prod(shape) for shape in sizes.values() if len(shape) == 2)
         # a step reads one row per sequence of an embedding that is not also the output layer
         skipped = ("embed_tokens.weight",) if head else ()
+        experts = [name for name in sizes if ".experts." in name]
+        expert_bytes = sum(num_bytes[name] for name in experts)
+        expert_elements = sum(math.prod(sizes[name]) for name in experts)
+        num_experts = config.get("num_experts") or config.get("num_local_experts") or 0
         layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
         head_size = config.get("head_dim") or config["hidden_size"] // heads
         kv_heads = config.get("num_key_value_heads") or heads
         return cls(
-            weight_bytes=sum(size for name, size in num_bytes.items() if not name.endswith(skipped)),
+            weight_bytes=sum(size for name, size in num_bytes.items() if not name.endswith(skipped)) - expert_bytes,
             resident_bytes=sum(2 * math.prod(shape) for shape in sizes.values()),
-            matrix_elements=matrices - embedding - sum(head),
+            matrix_elements=matrices - embedding - sum(head) - expert_elements,
             head_elements=head[0] if head else embedding,
             attention_width=layers * heads * head_size,
             kv_bytes_per_token=2 * 2 * layers * kv_heads * head_size,
+            expert_bytes=expert_bytes,
+            expert_elements=expert_elements,
+            chosen_share=config["num_experts_per_tok"] / num_experts if expert_bytes else 0.0,
         )
+
+    def read_bytes(self, tokens: int) -> float:
+        """Bytes of weights that a step of `tokens` tokens reads, if they choose their experts independently."""
+        return self.weight_bytes + self.expert_bytes * (1 - (1 - self.chosen_share) ** tokens)
+
+    @property
+    def token_elements(self) -> float:
+        """Elements of the matrices that a token is multiplied with."""
+        return self.matrix_elements + self.expert_elements * self.chosen_share
 
     def _seconds(self, num_bytes: float, flops: float, limits: Reading) -> float:
         return max(num_bytes / (limits.bandwidth_gb_s * 1e9), flops / (limits.peak_gflop_s * 1e9))
@@ -73,13 +95,13 @@ class ModelFacts:
         new = tokens - cached
         # a token attends to itself and to all before it: two products for each
         pairs = new * cached + new * (new + 1) / 2
-        flops = prompts * (2 * self.matrix_elements * new + 2 * self.head_elements + 4 * pairs * self.attention_width)
-        return self._seconds(self.weight_bytes, flops, limits)
+        flops = prompts * (2 * self.token_elements * new + 2 * self.head_elements + 4 * pairs * self.attention_width)
+        return self._seconds(self.read_bytes(prompts * new), flops, limits)
 
     def step_s(self, limits: Reading, sequences: int, context: float) -> float:
         """Seconds for a decoding step of `sequences` sequences with `context` tokens each."""
-        num_bytes = self.weight_bytes + sequences * context * self.kv_bytes_per_token
-        flops = 2 * (self.matrix_elements + self.head_elements) + 4 * context * self.attention_width
+        num_bytes = self.read_bytes(sequences) + sequences * context * self.kv_bytes_per_token
+        flops = 2 * (self.token_elements + self.head_elements) + 4 * context * self.attention_width
         return self._seconds(num_bytes, sequences * flops, limits)
 
     def output_tok_s(
@@ -115,7 +137,7 @@ def _tensor_entries(model_dir: str) -> dict[str, dict[str, Any]]:
 
 @contextlib.contextmanager
 def beside_memory_limit(model_dir: str | None, gib: float = 1.0) -> Iterator[None]:
-    """Prints, after the block, the decoding steps per second that memory bandwidth allows: each reads all weights.
+    """Prints, after the block, the decoding steps of one sequence per second that memory bandwidth allows.
 
     Other load changes the bandwidth: the better of a measurement before and one after is the limit.
 
@@ -129,7 +151,7 @@ def beside_memory_limit(model_dir: str | None, gib: float = 1.0) -> Iterator[Non
     bandwidths = [_bandwidth_gb_s(gib)]
     yield
     bandwidths.append(_bandwidth_gb_s(gib))
-    num_bytes = ModelFacts.of(model_dir).weight_bytes
+    num_bytes = ModelFacts.of(model_dir).read_bytes(1)
     steps_per_s = max(bandwidths) * 1e9 / num_bytes
     print(
         f"memory-bandwidth limit: {max(bandwidths):.1f} GB/s read / {num_bytes / 1e6:.0f} MB of weights = "

@@ -168,6 +168,17 @@ def test_what_the_machine_allows(program: types.ModuleType) -> None:
     assert facts.prefill_s(program.Reading(40.0, 460.0, 0.0), 1, 1024) == pytest.approx(flops / 460e9)
 
 
+def test_tokens_read_their_own_experts(program: types.ModuleType) -> None:
+    """Two of eight experts each: with many tokens all experts are read, but a token is multiplied with two."""
+    facts = program.ModelFacts(100e6, 0, 50e6, 10e6, 0, 0, 800e6, 400e6, 0.25)
+    assert facts.read_bytes(1) == pytest.approx(300e6)
+    assert facts.read_bytes(2) == pytest.approx(100e6 + 800e6 * (1 - 0.75**2))
+    assert facts.read_bytes(100) == pytest.approx(900e6)
+    limits = program.Reading(40.0, 460.0, 920.0)
+    assert facts.step_s(limits, 1, 0) == pytest.approx(300e6 / 40e9)
+    assert facts.prefill_s(limits, 1, 4096) == pytest.approx((2 * 150e6 * 4096 + 2 * 10e6) / 920e9)
+
+
 def test_facts_of_a_model(program: types.ModuleType, tiny_dir: str) -> None:
     config = json.loads((pathlib.Path(tiny_dir) / "config.json").read_text())
     facts = program.ModelFacts.of(tiny_dir)

@@ -20,7 +20,11 @@ def _run(monkeypatch: pytest.MonkeyPatch, *args: str) -> None:
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-@pytest.mark.parametrize("flags", [[], ["--no-tie-word-embeddings"]])
+EXPERTS = ["--num-experts", "8", "--num-experts-per-tok", "2", "--moe-intermediate-size", "48"]
+EXPERTS += ["--shared-expert-intermediate-size", "64"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-tie-word-embeddings"], EXPERTS])
 def test_model_and_tokenizer_load(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
     directory = str(tmp_path / "model")
     _run(monkeypatch, directory, "--preset", "tiny-5m", *SIZES, *flags)
