@@ -2,8 +2,10 @@
 
     python scripts/make_random_model.py /tmp/qwen2-0.5b
     python scripts/make_random_model.py /tmp/tiny-5m --preset tiny-5m
-    python benchmarks/compare_servers.py --model /tmp/qwen2-0.5b --tiny-model /tmp/tiny-5m \\
-        --peer-program /path/to/vllm/bin/vllm --json result.json
+    python scripts/make_random_model.py /tmp/moe --preset qwen2-moe-1.5g
+    python scripts/make_random_model.py /tmp/mla --preset deepseek-v2-1.5g
+    python benchmarks/compare_servers.py --model /tmp/qwen2-0.5b --tiny-model /tmp/tiny-5m --moe-model /tmp/moe \\
+        --mla-model /tmp/mla --peer-program /path/to/vllm/bin/vllm --json result.json
     python benchmarks/compare_servers.py --model /tmp/qwen2-0.5b --rows c1 c8 --rounds 1 --peer none
 
 Both servers get the same flags (bfloat16, KV cache of the same size), and only one computes at a time; in each round
@@ -27,7 +29,7 @@ from comparison import machine, report, servers
 from comparison.client import Client, LoadError
 from comparison.limits import ModelFacts, file_read_s
 from comparison.peaks import Peaks, Reading, median_reading
-from comparison.rows import ROWS, SETUPS, Row, Sizes, Subject
+from comparison.rows import OTHER_MODELS, ROWS, SETUPS, Row, Sizes, Subject
 
 from ascend_vllm.engine.tokenization import Tokenizer
 
@@ -80,7 +82,7 @@ class Comparison:
         return [*flags, *_SETUP_FLAGS.get(setup, ())]
 
     def _model(self, setup: str) -> str:
-        return str(self._args.tiny_model if setup == "tiny" else self._args.model)
+        return str(getattr(self._args, f"{setup}_model") if setup in OTHER_MODELS else self._args.model)
 
     @contextlib.contextmanager
     def _server(self, side: str, setup: str) -> Iterator[servers.Server]:
@@ -170,9 +172,10 @@ class Comparison:
 def _parse_args() -> argparse.Namespace:
     parser = report.parser_of(__doc__, "after every reading")
     add = parser.add_argument
-    add("--model", help="directory of the model of every row but tiny")
-    add("--tiny-model", help="directory of the model of the row tiny")
-    add("--rows", nargs="+", choices=[row.name for row in ROWS], help="default: all")
+    add("--model", help="directory of the model of the rows that have none of their own")
+    for setup, what in OTHER_MODELS.items():
+        add(f"--{setup}-model", help=f"directory of the model of the rows {setup}: {what}")
+    add("--rows", nargs="+", choices=[row.name for row in ROWS], help="default: those whose models are given")
     add("--rounds", type=int, default=3, help="readings of each row and server (default: %(default)s)")
     add("--peer", choices=("vllm", "none"), default="vllm", help="(default: %(default)s)")
     add("--peer-program", help="path of the peer's command; default: the one that the shell finds")
@@ -194,11 +197,13 @@ def _parse_args() -> argparse.Namespace:
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    args.rows = args.rows or [row.name for row in ROWS]
-    if args.model is None and set(args.rows) != {"tiny"}:
+    missing = {setup for setup in OTHER_MODELS if getattr(args, f"{setup}_model") is None}
+    args.rows = args.rows or [row.name for row in ROWS if row.setup not in missing]
+    chosen = {row.setup for row in ROWS if row.name in args.rows}
+    if args.model is None and chosen - set(OTHER_MODELS):
         parser.error("--model: name the directory of a model, such as scripts/make_random_model.py writes")
-    if args.tiny_model is None and "tiny" in args.rows:
-        parser.error("--tiny-model: name the directory of a tiny model, or leave the row tiny out with --rows")
+    for setup in chosen & missing:
+        parser.error(f"--{setup}-model: name the directory of {OTHER_MODELS[setup]}, or leave its rows out")
     for name in ("rounds", *(field.name for field in dataclasses.fields(Sizes))):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")

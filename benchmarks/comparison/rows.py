@@ -71,7 +71,8 @@ class Row(Line):
     """One line of the table, and how it is measured.
 
     Attributes:
-        setup: which servers it is measured on: "fresh" ones each time, or resident ones: "main", "shared", "tiny".
+        setup: which servers it is measured on: "fresh" ones each time, or resident ones: "main", "shared", or one
+            of `OTHER_MODELS`.
         measure: returns a reading.
         warm_up: runs everything once; None: not needed.
         limit: what the machine allows; None: it is not computed from the machine's limits.
@@ -81,6 +82,10 @@ class Row(Line):
     measure: Callable[[Subject], Measured]
     warm_up: Callable[[Subject], object] | None = None
     limit: Callable[[ModelFacts, Sizes, Reading], float] | None = None
+
+
+# setup with a model of its own → what it is
+OTHER_MODELS = {"tiny": "a tiny model", "moe": "a mixture of experts", "mla": "a model with latent attention"}
 
 
 def _start(subject: Subject) -> Measured:
@@ -155,12 +160,15 @@ def _warm(subject: Subject, concurrency: int, **lengths: int) -> None:
     subject.client.load(seed=subject.seed + 900_000, num_prompts=concurrency, concurrency=concurrency, **short)
 
 
-def _concurrent(concurrency: int, target_ratio: float) -> Row:
+def _concurrent(concurrency: int, target_ratio: float, setup: str = "main") -> Row:
+    name, title = f"c{concurrency}", f"output tokens, concurrency {concurrency}"
+    if setup != "main":
+        name, title = f"{setup}-{name}", f"{OTHER_MODELS[setup]}: {title}"
     return Row(
-        name=f"c{concurrency}",
-        title=f"output tokens, concurrency {concurrency}",
+        name=name,
+        title=title,
         unit="tok/s",
-        setup="main",
+        setup=setup,
         higher_is_better=True,
         target_ratio=target_ratio,
         measure=lambda subject: _throughput(subject, concurrency, **_lengths(subject.sizes)),
@@ -239,5 +247,6 @@ ROWS = (
         measure=lambda subject: _throughput(subject, subject.sizes.tiny_concurrency, **_tiny_lengths(subject.sizes)),
         warm_up=lambda subject: _warm(subject, subject.sizes.tiny_concurrency, **_tiny_lengths(subject.sizes)),
     ),
+    *(_concurrent(concurrency, 1.5, setup) for setup in ("moe", "mla") for concurrency in (1, 8, 32)),
 )
-SETUPS = ("fresh", "main", "shared", "tiny")
+SETUPS = ("fresh", "main", "shared", *OTHER_MODELS)

@@ -194,7 +194,9 @@ def test_facts_of_a_model(program: types.ModuleType, tiny_dir: str) -> None:
     ("words", "message"),
     [
         (["--rows", "c1"], "--model: name the directory of a model"),
-        (["--model", "m"], "--tiny-model: name the directory of a tiny model"),
+        (["--rows", "tiny"], "--tiny-model: name the directory of a tiny model"),
+        (["--model", "m", "--rows", "moe-c8"], "--moe-model: name the directory of a mixture of experts, or leave"),
+        (["--tiny-model", "m"], "--model: name the directory of a model"),
         (["--rows", "tiny", "--tiny-model", "m", "--waves", "0"], "--waves must be at least 1, got 0"),
         (["--rows", "tiny", "--tiny-model", "m", "--peer-program", "/no/vllm"], "There is no program '/no/vllm'"),
         (
