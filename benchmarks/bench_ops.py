@@ -34,6 +34,8 @@ from ascend_vllm.ops.gemm import pack_weight
 from ascend_vllm.ops.paged import make_paged_problem
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_SIZE, VOCAB = 896, 4864, 14, 2, 64, 151_936
+# seconds of calls in a turn, and of those at its begin that do not count
+_TURN_S, _SETTLE_S = 0.03, 0.01
 
 Arguments = tuple[Any, ...]
 # label, the op's arguments, and the torch function to compare with if it is not the reference
@@ -215,14 +217,22 @@ def _largest_input(spec: registry.OpSpec, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def compare(kernel: Callable[[], object], plain: Callable[[], object], budget_s: float) -> tuple[float, float]:
-    """Median seconds of both, called alternately for about `budget_s`, at least five times each."""
-    kernel()
-    plain()
+    """Median seconds of both, in turns for about `budget_s`, at least five calls of each.
+
+    A turn is several calls, and its first ones do not count: each uses threads of its own, and those of the other may
+    still wait for work on the cores.
+    """
     times: tuple[list[float], list[float]] = ([], [])
     deadline = time.perf_counter() + budget_s
     while len(times[0]) < 5 or time.perf_counter() < deadline:
-        times[0].append(seconds_of(kernel))
-        times[1].append(seconds_of(plain))
+        for call, taken in ((kernel, times[0]), (plain, times[1])):
+            start = time.perf_counter()
+            call()
+            while time.perf_counter() < start + _SETTLE_S:
+                call()
+            taken.append(seconds_of(call))
+            while time.perf_counter() < start + _TURN_S:
+                taken.append(seconds_of(call))
     return statistics.median(times[0]), statistics.median(times[1])
 
 
