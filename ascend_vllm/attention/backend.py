@@ -1,7 +1,8 @@
 """The interface between models and attention kernels.
 
 Letters: T tokens of a step, R rows (sequences) of a step, B maximum blocks of a row, N query heads, K KV heads,
-D head size, P blocks of the cache, S tokens of a block.
+D head size, P blocks of the cache, S tokens of a block. Of latent attention: L width of the latent, F of the rotated
+part of a head, W = L+F, Q of the part of a head that is not rotated, V of a head's value.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.ops.elementwise import rotary_embedding
-from ascend_vllm.types.kv_cache import KEY_VALUE, KVCacheSpec
+from ascend_vllm.types.kv_cache import KEY_VALUE, LATENT, KVCacheSpec
 
 # One layer's KV cache as its backend makes it (`AttentionBackend.make_cache`): a tensor of `kv_cache_shape`, or with
 # its scales beside it. Only the backend accesses it.
@@ -64,6 +65,48 @@ class ForwardBatch:
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentSpec:
+    """Widths of latent attention (MLA, DeepSeek-V2, 2024).
+
+    Attributes:
+        latent_width: L, of what keys and values of all heads are projected from.
+        rotary_width: F, of the rotated part of queries, and of the rotary key that all heads share.
+        nope_width: Q, of the part of a head's query and key that is not rotated.
+        value_width: V, of a head's value.
+    """
+
+    latent_width: int
+    rotary_width: int
+    nope_width: int
+    value_width: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """Weights of latent attention between the projections of its inputs and of its output.
+
+    W_UK [Q, L] and W_UV [V, L] of a head make its key and value of a latent. "Absorbed", they are applied to queries
+    and to sums of latents instead, so that attention reads what is cached as it is.
+
+    Attributes:
+        norm: [L], weight of the RMS norm of latents.
+        norm_eps: of that norm.
+        absorb: W_UK of each head, for products with queries: [N, Q, L], or where weights are packed the transposed
+            matrices [L, Q] as `ops.experts.packed_stack` arranges them.
+        output: W_UV of each head, for products with sums of latents: transposed, [N, L, V], or where weights are
+            packed the matrices [V, L] in such a stack.
+        expand: W_UK and W_UV of one head after the other, [N*(Q+V), L], or where weights are packed the matrices W_UK
+            [Q, L] in such a stack: `output` makes values of latents, too.
+    """
+
+    norm: torch.Tensor
+    norm_eps: float
+    absorb: torch.Tensor
+    output: torch.Tensor
+    expand: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionSpec:
     """Parameters of an attention layer.
 
@@ -76,6 +119,7 @@ class AttentionSpec:
         soft_cap: c of c·tanh(score / c), which replaces scaled scores; None: they stay as they are.
         alibi_slopes: [N] float32 of this rank's heads: factors on the distance to a key, which is subtracted from its
             score; None: positions do not affect scores.
+        latent: of latent attention, which caches one vector of D = W numbers; None: there are keys and values.
     """
 
     num_heads: int
@@ -85,6 +129,7 @@ class AttentionSpec:
     sliding_window: int | None = None
     soft_cap: float | None = None
     alibi_slopes: torch.Tensor | None = dataclasses.field(default=None, compare=False)
+    latent: LatentSpec | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,6 +158,7 @@ class AttentionBackend(abc.ABC):
         dtypes: of the queries, keys and values that it supports.
         head_sizes: that it supports; so with `block_sizes`.
         changes_scores: it supports soft caps and ALiBi.
+        supports_latent: it supports latent attention, by `forward_latent`.
     """
 
     name: str
@@ -120,6 +166,7 @@ class AttentionBackend(abc.ABC):
     head_sizes: range
     block_sizes: tuple[int, ...]
     changes_scores: bool = False
+    supports_latent: bool = False
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -129,14 +176,7 @@ class AttentionBackend(abc.ABC):
         """Why this backend does not support a layer, as a sentence; None if it does."""
         if dtype not in cls.dtypes:
             return f"dtype {dtype} is not one of {', '.join(map(str, cls.dtypes))}"
-        if spec.head_size not in cls.head_sizes:
-            return (
-                f"head size {spec.head_size} is not a multiple of {cls.head_sizes.step} "
-                f"from {cls.head_sizes[0]} to {cls.head_sizes[-1]}"
-            )
-        if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
-            return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads evenly"
-        if (reason := cls._unsupported_heads_reason(spec)) is not None:
+        if (reason := cls._unsupported_sizes_reason(spec)) is not None:
             return reason
         if not cls.changes_scores and (spec.soft_cap is not None or spec.alibi_slopes is not None):
             return "its operators have no parameter for soft caps and ALiBi, which this model's attention needs"
@@ -145,6 +185,20 @@ class AttentionBackend(abc.ABC):
         if spec.sliding_window is not None and spec.sliding_window < 1:
             return f"sliding window {spec.sliding_window} is below one token"
         return None
+
+    @classmethod
+    def _unsupported_sizes_reason(cls, spec: AttentionSpec) -> str | None:
+        """Why this backend does not support heads of this size, or so many; None if it does."""
+        if spec.latent is not None:
+            return None if cls.supports_latent else "it has no latent attention (MLA), which this model needs"
+        if spec.head_size not in cls.head_sizes:
+            return (
+                f"head size {spec.head_size} is not a multiple of {cls.head_sizes.step} "
+                f"from {cls.head_sizes[0]} to {cls.head_sizes[-1]}"
+            )
+        if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
+            return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads evenly"
+        return cls._unsupported_heads_reason(spec)
 
     @classmethod
     def _unsupported_heads_reason(cls, spec: AttentionSpec) -> str | None:  # noqa: ARG003 - most have no such limits
@@ -159,7 +213,9 @@ class AttentionBackend(abc.ABC):
             cache: of the layer.
             dtype: of its queries, keys and values; most backends cache them in this dtype only.
         """
-        if cache == KVCacheSpec(KEY_VALUE, cache.block_shape, str(dtype).removeprefix("torch.")):
+        kinds = (KEY_VALUE, LATENT) if cls.supports_latent else (KEY_VALUE,)
+        own = str(dtype).removeprefix("torch.")
+        if cache.kind in kinds and cache == KVCacheSpec(cache.kind, cache.block_shape, own):
             return None
         return f"it caches keys and values in {dtype}, not {cache.kind} in {cache.dtype}"
 
@@ -273,3 +329,36 @@ class AttentionBackend(abc.ABC):
         Returns:
             [T, N*D], in query's dtype.
         """
+
+    def forward_latent(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        weights: LatentWeights,
+        kv_cache: LayerCache,
+        batch: ForwardBatch,
+        metadata: Any,
+        rotary: RotaryStep,
+    ) -> torch.Tensor:
+        """`forward` of latent attention: stores normed latents and rotated keys, then computes attention.
+
+        A head's key of a token is (W_UK·latent, rotary key), its value W_UV·latent. The backend decides whether it
+        makes them, or applies W_UK to queries and W_UV to sums of latents.
+
+        Args:
+            spec: of the layer; its `latent` is not None.
+            query: [T, N*(Q+F)]; the last F numbers of a head are to be rotated. Rows may be strided, and may be
+                overwritten.
+            latent: [T, W], what is cached of each token, before the norm of the first L numbers and the rotation of
+                the others; rows may be strided.
+            weights: of the layer.
+            kv_cache: of the layer; written.
+            batch: the step's tokens and rows.
+            metadata: result of `prepare`.
+            rotary: of queries and keys.
+
+        Returns:
+            [T, N*V], in query's dtype.
+        """
+        raise NotImplementedError(f"attention backend {self.name} has no latent attention")

@@ -1,4 +1,4 @@
-"""The attention layer, from queries, keys and values on; the same for all models."""
+"""The attention layer, from queries and what is cached on; the same for all models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch, LayerCache, RotaryStep
+from ascend_vllm.attention.backend import (
+    AttentionBackend,
+    AttentionSpec,
+    ForwardBatch,
+    LatentWeights,
+    LayerCache,
+    RotaryStep,
+)
 from ascend_vllm.layers.base import Layer
 from ascend_vllm.types.kv_cache import KEYS_AND_VALUES, KVCachePlan, KVCacheSpec
 
@@ -71,3 +78,18 @@ class Attention(Layer):
         cache = context.kv_caches[self.index]
         rotary = context.local_rotary if self._is_local else context.rotary
         return context.backend.forward(self.spec, query, key, value, cache, context.batch, context.metadata, rotary)
+
+    def forward_latent(
+        self, query: torch.Tensor, latent: torch.Tensor, weights: LatentWeights, context: ForwardContext
+    ) -> torch.Tensor:
+        """query [T, N*(Q+F)], latent [T, W] → [T, N*V]; see `AttentionBackend.forward_latent`.
+
+        Raises:
+            RuntimeError: the model has no rotary positions.
+        """
+        if context.rotary is None:
+            raise RuntimeError("latent attention needs rotary positions")
+        cache, batch, metadata = context.kv_caches[self.index], context.batch, context.metadata
+        return context.backend.forward_latent(
+            self.spec, query, latent, weights, cache, batch, metadata, context.rotary
+        )

@@ -11,6 +11,8 @@ import msgspec
 
 # keys and values of each KV head, one number each
 KEY_VALUE = "key_value"
+# what latent attention (MLA) caches: one row of numbers that all heads share
+LATENT = "latent"
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 _SCALE_BYTES = 4
@@ -24,8 +26,8 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
     The attention backend decides the layout in memory.
 
     Attributes:
-        kind: KEY_VALUE, or another name that a layer and its attention backend agree on.
-        block_shape: of the cached numbers; KEY_VALUE: (2, S, K, D).
+        kind: KEY_VALUE, LATENT, or another name that a layer and its attention backend agree on.
+        block_shape: of the cached numbers; KEY_VALUE: (2, S, K, D); LATENT: (1, S, 1, width of a row).
         dtype: of these numbers, as torch names it; need not be the model's.
         scale_shape: float32 scales of a block; None: there are none.
 
@@ -62,7 +64,7 @@ class KVCachePlan(msgspec.Struct, frozen=True):
     Example:
         A latent that all heads share, and keys and values in 8 bits:
 
-        >>> KVCachePlan("latent", num_vectors=1, num_heads=1, width=576).spec(16, 8, 128, "bfloat16").block_shape
+        >>> KVCachePlan(LATENT, num_vectors=1, num_heads=1, width=576).spec(16, 8, 128, "bfloat16").block_shape
         (1, 16, 1, 576)
         >>> KVCachePlan("scaled", dtype="int8", has_scales=True).spec(16, 8, 128, "bfloat16").scale_shape
         (2, 16, 8)

@@ -10,7 +10,15 @@ import msgspec
 import pytest
 import torch
 
-from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch, LayerCache, RotaryStep
+from ascend_vllm.attention.backend import (
+    AttentionBackend,
+    AttentionSpec,
+    ForwardBatch,
+    LatentSpec,
+    LayerCache,
+    RotaryStep,
+)
+from ascend_vllm.attention.cpu import CpuAttention
 from ascend_vllm.config.arch import LayerPlan
 from ascend_vllm.config.cache import CacheConfig, kv_cache_specs
 from ascend_vllm.config.graphs import GraphConfig, GraphMode
@@ -22,7 +30,7 @@ from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.models.qwen2 import Qwen2ForCausalLM
 from ascend_vllm.models.registry import MODELS, resolve_model_class
 from ascend_vllm.ops.registry import define_op
-from ascend_vllm.types.kv_cache import KEY_VALUE, KEYS_AND_VALUES, KVCachePlan, KVCacheSpec
+from ascend_vllm.types.kv_cache import KEY_VALUE, KEYS_AND_VALUES, LATENT, KVCachePlan, KVCacheSpec
 from ascend_vllm.worker.model_runner import ModelRunner
 from ascend_vllm.worker.plugins import ATTENTION_BACKENDS
 from ascend_vllm.worker.tape_runner import TapeRunner
@@ -292,6 +300,17 @@ def test_what_a_backend_cannot_cache_it_refuses(toy: Worker, monkeypatch: pytest
         toy.load_model()
 
 
+def test_latent_attention_is_refused_where_there_is_none() -> None:
+    class Plain(CpuAttention):
+        supports_latent = False
+
+    spec = AttentionSpec(4, 1, 40, 0.1, latent=LatentSpec(32, 8, 16, 16))
+    cache = KVCachePlan(LATENT, num_vectors=1, num_heads=1, width=40).spec(16, 4, 24, "float32")
+    reason = Plain.unsupported_reason(spec, torch.float32, 16)
+    assert reason == "it has no latent attention (MLA), which this model needs"
+    assert Plain.unsupported_cache_reason(cache, torch.float32) is not None
+
+
 def test_blocks_of_layers_can_lie_one_behind_another() -> None:
     assert KVCacheSpec(SCALED, (16, 3), "int8", (16,)).block_bytes == 128
     assert KVCacheSpec(SCALED, (16, 3), "int8").block_bytes == 64
@@ -313,7 +332,7 @@ def test_layers_report_what_their_plans_say() -> None:
     kinds = (
         KVCachePlan(dtype="float32"),
         KVCachePlan(SCALED, dtype="int8", has_scales=True),
-        KVCachePlan("latent", num_vectors=1, num_heads=1, width=40),
+        KVCachePlan(LATENT, num_vectors=1, num_heads=1, width=40),
     )
     layers = tuple(LayerPlan(kv_cache=kind) for kind in kinds)
     config = msgspec.structs.replace(config, arch=msgspec.structs.replace(config.arch, layers=layers))
@@ -323,7 +342,7 @@ def test_layers_report_what_their_plans_say() -> None:
     assert reported == [
         KVCacheSpec(KEY_VALUE, (2, 32, 1, 16), "float32"),
         KVCacheSpec(SCALED, (2, 32, 1, 16), "int8", (2, 32, 1)),
-        KVCacheSpec("latent", (1, 32, 1, 40), "bfloat16"),
+        KVCacheSpec(LATENT, (1, 32, 1, 40), "bfloat16"),
     ]
     assert kv_cache_specs(config, CacheConfig(32), 2) == reported
 
