@@ -7,8 +7,8 @@ be made after they were summed (`latent_attention`): best for few query tokens. 
 are computed first, which are shorter than rows of the cache (`expanded_attention`).
 
 Letters: T tokens of a step, R rows (sequences) of a step, B most blocks of a row, N query heads, L latent width,
-F width of the rotary part, W = L + F, Q width of the other part of a query, V width of a value, P blocks of the cache,
-S tokens of a block. A layer's cache is [P, S, W]: a token has [normalised latent | rotated key].
+F width of the rotary part, W = L + F, Q width of the other part of a query, V width of a value, P blocks of the
+cache, S tokens of a block. A layer's cache is [P, S, W]: a token has [normalised latent | rotated key].
 
 Only the positions of a row's sequence are read from its blocks: other contents of the cache, NaN included, never
 affect a result.
