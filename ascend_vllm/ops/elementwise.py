@@ -1,4 +1,4 @@
-"""Row-wise and element-wise ops: normalisation, rotary embedding, gated activations.
+"""Row-wise and element-wise ops: normalisation, rotary embedding, gated activations, conversion to float32.
 
 Everything is computed in float32 (float64 for float64 inputs) and rounded once to the dtype of the input.
 Letters: T tokens, H hidden size, N heads, K key-value heads, D head size, I intermediate size.
@@ -227,6 +227,25 @@ def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """
     gate, up = _wide(x).chunk(2, dim=-1)
     return (torch.nn.functional.gelu(gate, approximate=approximate) * up).to(x.dtype)
+
+
+def _rows_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for seed, (rows, width) in enumerate(_ROW_SHAPES):
+        yield (_randn(rows, width, dtype=dtype, seed=seed),)
+    yield (_randn(4, 100, dtype=dtype, seed=60)[:, 10:70],)
+
+
+@define_op(inputs=_rows_inputs, tolerance=0.0, devices=("cpu",), recordable=True)
+def to_float32(x: torch.Tensor) -> torch.Tensor:
+    """`x.float()`, always a copy.
+
+    Args:
+        x: [T, H] float; rows may be strided.
+
+    Returns:
+        [T, H] float32, contiguous.
+    """
+    return _wide(x).clone(memory_format=torch.contiguous_format)
 
 
 load_native_library()

@@ -2,6 +2,7 @@
 
 #include "cpu/bind/tape.h"
 #include "cpu/bind/tensor.h"
+#include "cpu/kernels/widen.h"
 
 namespace ascend_vllm {
 namespace {
@@ -32,10 +33,27 @@ at::Tensor gelu_and_mul(const at::Tensor& x, c10::string_view approximate) {
   return gate_and_mul(x, approximate == "none" ? Gate::kGelu : Gate::kGeluTanh);
 }
 
+at::Tensor to_float32(const at::Tensor& x) {
+  TORCH_CHECK(x.dim() == 2, "x must be a matrix, got ", x.sizes());
+  check_rows(x, "x");
+  at::Tensor out = new_tensor(x.sizes(), x.options().dtype(at::kFloat));
+  const WidenArgs args{
+      .dtype = dtype_of(x, "x"),
+      .x = x.const_data_ptr(),
+      .out = out.mutable_data_ptr<float>(),
+      .rows = x.size(0),
+      .stride = x.stride(0),
+      .width = x.size(1),
+  };
+  launch([args] { widen_kernel(args); });
+  return out;
+}
+
 }  // namespace
 }  // namespace ascend_vllm
 
 TORCH_LIBRARY_IMPL(ascend_vllm, CPU, m) {
   m.impl("silu_and_mul", &ascend_vllm::silu_and_mul);
   m.impl("gelu_and_mul", &ascend_vllm::gelu_and_mul);
+  m.impl("to_float32", &ascend_vllm::to_float32);
 }
