@@ -67,6 +67,20 @@ ROWS = {
     ),
     "ChatGLMForConditionalGeneration": Row("ChatGLM2 6B, ChatGLM3 6B", PLAIN, YES, "ChatGLM 1 is refused"),
     "ChatGLMModel": Row("ChatGLM2 6B, ChatGLM3 6B, GLM-4 9B (repositories with code)", PLAIN),
+    "DeepseekV2ForCausalLM": Row(
+        "DeepSeek-V2-Lite 16B, DeepSeek-V2, V2.5 and Coder-V2 236B",
+        TRANSFORMERS,
+        NO_EXPERTS,
+        "latent attention: the KV cache has kv_lora_rank + qk_rope_head_dim numbers of a token in a layer, on every "
+        "worker. `norm_topk_prob` is without effect",
+    ),
+    "DeepseekV3ForCausalLM": Row(
+        "DeepSeek-V3, V3.1, R1 671B",
+        TRANSFORMERS,
+        NO_EXPERTS,
+        "latent attention as in V2; checkpoints in fp8 are refused; the layer that predicts a second token is not "
+        "loaded",
+    ),
     "FalconForCausalLM": Row("Falcon 7B, 40B, 180B, Falcon2 11B", TRANSFORMERS, YES, "`alibi` is refused"),
     "Gemma2ForCausalLM": Row("Gemma 2 2B, 9B, 27B", TRANSFORMERS, NO_CAPS),
     "Gemma3ForCausalLM": Row("Gemma 3 1B and the text part of others", TRANSFORMERS),

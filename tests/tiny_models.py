@@ -67,6 +67,22 @@ def _rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
 _LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 _YARN = _rope("yarn", factor=8.0, original_max_position_embeddings=64)
 
+
+def _deepseek(rope: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """Latent attention, a dense layer and mixtures; prompts of 300 tokens are longer than the trained length."""
+    sizes = {
+        "intermediate_size": 112,
+        "moe_intermediate_size": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+        "rope_parameters": _YARN | (rope or {"mscale": 0.707, "mscale_all_dim": 0.707}),
+    }
+    return _COMMON | sizes | options
+
+
 # name of a checkpoint → its config
 _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama": _llama,
@@ -160,6 +176,32 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         norm_topk_prob=True,
         decoder_sparse_step=2,
     ),
+    "deepseek-v2-lite": lambda: transformers.DeepseekV2Config(
+        **_deepseek(q_lora_rank=None, n_routed_experts=8, num_experts_per_tok=3)
+    ),
+    # cosines and sines are scaled, too
+    "deepseek-v2": lambda: transformers.DeepseekV2Config(
+        **_deepseek(
+            {"mscale": 1.0, "mscale_all_dim": 0.707},
+            q_lora_rank=40,
+            n_routed_experts=16,
+            num_experts_per_tok=3,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=4.0,
+        )
+    ),
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(
+        **_deepseek(
+            {"mscale": 1.0, "mscale_all_dim": 1.0},
+            q_lora_rank=40,
+            n_routed_experts=16,
+            num_experts_per_tok=4,
+            n_group=4,
+            topk_group=2,
+        )
+    ),
     "opt": lambda: transformers.OPTConfig(**_COMMON, ffn_dim=112),
     "opt-post-norm": lambda: transformers.OPTConfig(
         **_COMMON, ffn_dim=112, do_layer_norm_before=False, word_embed_proj_dim=32
@@ -228,6 +270,9 @@ def draw_weights(model: torch.nn.Module, seed: int) -> None:
     # Gemma's norms add 1 to their weights
     norm = 0.0 if model.config.model_type.startswith("gemma") else 1.0
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("mlp.gate.weight"):

@@ -186,6 +186,18 @@ _OF_FAMILIES: Mapping[str, _Kind] = {
     "mlp_only_layers": _list_of(_whole(0, MAX_LAYERS), "layers") | _NULL,
     "norm_topk_prob": _SWITCH,
     "qkv_bias": _SWITCH,
+    "q_lora_rank": _whole(1, MAX_WIDTH) | _NULL,
+    "kv_lora_rank": _whole(1, MAX_WIDTH),
+    "qk_nope_head_dim": _whole(1, MAX_WIDTH),
+    "qk_rope_head_dim": _whole(2, MAX_WIDTH),
+    "v_head_dim": _whole(1, MAX_WIDTH),
+    "rope_interleave": _SWITCH,
+    "first_k_dense_replace": _whole(0, MAX_LAYERS),
+    "moe_layer_freq": _whole(1, MAX_LAYERS),
+    "n_shared_experts": _whole(0, MAX_WIDTH) | _NULL,
+    "n_group": _whole(1, _MAX_INT) | _NULL,
+    "topk_group": _whole(1, _MAX_INT) | _NULL,
+    "routed_scaling_factor": _number(0, above=True),
 }
 # both spellings of rotary parameters, before they are merged
 _ROPE_SPELLINGS: Mapping[str, _Kind] = {

@@ -1,33 +1,60 @@
-"""Attention on CPUs, over the paged ops."""
+"""Attention on CPUs, over the paged ops and those of latent attention."""
 
 from __future__ import annotations
 
 import torch
 
-from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch, RotaryStep
+from ascend_vllm.attention.backend import (
+    AttentionBackend,
+    AttentionSpec,
+    ForwardBatch,
+    LatentSpec,
+    LatentWeights,
+    RotaryStep,
+)
+from ascend_vllm.ops.latent import (
+    EXPANDED_MIN_TOKENS,
+    expanded_attention,
+    heads_linear,
+    latent_attention,
+    store_latent,
+)
 from ascend_vllm.ops.paged import BLOCK_SIZES, HEAD_SIZES, paged_attention, rotary_store_kv, store_kv
 from ascend_vllm.ops.registry import FLOAT_DTYPES
-from ascend_vllm.types.kv_cache import KVCacheSpec
+from ascend_vllm.types.kv_cache import LATENT, KVCacheSpec
 
 
 class CpuAttention(AttentionBackend):
-    """A layer's cache is [2, P, K, S, D] in the model's dtype: keys or values of a head are contiguous in blocks."""
+    """A layer's cache is [2, P, K, S, D] in the model's dtype: keys or values of a head are contiguous in blocks.
+
+    That of latent attention is [P, S, W].
+    """
 
     name = "cpu"
     dtypes = FLOAT_DTYPES
     head_sizes = HEAD_SIZES
     block_sizes = BLOCK_SIZES
     changes_scores = True
+    supports_latent = True
+
+    @classmethod
+    def _unsupported_sizes_reason(cls, spec: AttentionSpec) -> str | None:
+        reason = super()._unsupported_sizes_reason(spec)
+        return reason or (None if spec.latent is None else _odd_width(spec.latent))
 
     def kv_cache_shape(self, num_blocks: int, cache: KVCacheSpec) -> tuple[int, ...]:
         _, block_size, num_kv_heads, head_size = cache.block_shape
+        if cache.kind == LATENT:
+            return (num_blocks, block_size, head_size)
         return (2, num_blocks, num_kv_heads, block_size, head_size)
 
     def copy_blocks(
         self, source: torch.Tensor, source_blocks: torch.Tensor, target: torch.Tensor, target_blocks: torch.Tensor
     ) -> None:
-        blocks = source.index_select(1, source_blocks)
-        target.index_copy_(1, target_blocks, blocks.to(target.device))
+        # where the blocks are: 0 in caches of latents
+        dim = source.dim() // 4
+        blocks = source.index_select(dim, source_blocks)
+        target.index_copy_(dim, target_blocks, blocks.to(target.device))
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Returns None: the op reads the batch's tensors, and computing its plan costs less than passing one."""
@@ -65,3 +92,44 @@ class CpuAttention(AttentionBackend):
             spec.alibi_slopes,
         )
         return output.view(num_tokens, spec.num_heads * spec.head_size)
+
+    def forward_latent(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        weights: LatentWeights,
+        kv_cache: torch.Tensor,
+        batch: ForwardBatch,
+        metadata: None,  # noqa: ARG002 - nothing is prepared
+        rotary: RotaryStep,
+    ) -> torch.Tensor:
+        """Makes keys and values for rows with many query tokens only; see `EXPANDED_MIN_TOKENS`."""
+        sizes = spec.latent
+        assert sizes is not None
+        num_tokens, num_heads = query.shape[0], spec.num_heads
+        query = query.view(num_tokens, num_heads, sizes.nope_width + sizes.rotary_width)
+        angles = (rotary.cos_sin, rotary.is_neox)
+        norm = (weights.norm, weights.norm_eps)
+        rotated = query[..., sizes.nope_width :]
+        store_latent(rotary.positions, rotated, latent, *norm, *angles, kv_cache, batch.slot_mapping)
+        step = (batch.block_table, batch.query_start, batch.seq_lens)
+        absorbed = heads_linear(query, weights.absorb, sizes.nope_width, sizes.latent_width)
+        sums = latent_attention(absorbed, kv_cache, *step, spec.scale, sizes.latent_width, EXPANDED_MIN_TOKENS - 1)
+        output: torch.Tensor = heads_linear(sums, weights.output, sizes.latent_width, sizes.value_width)
+        if batch.max_query_len >= EXPANDED_MIN_TOKENS:
+            matrices = (weights.expand, weights.output)
+            expanded_attention(query, kv_cache, *matrices, *step, spec.scale, EXPANDED_MIN_TOKENS, output)
+        return output.view(num_tokens, num_heads * sizes.value_width)
+
+
+def _odd_width(sizes: LatentSpec) -> str | None:
+    """Which width the ops do not support, as a sentence; None if they support all."""
+    widths = {
+        "kv_lora_rank": sizes.latent_width,
+        "qk_rope_head_dim": sizes.rotary_width,
+        "qk_nope_head_dim": sizes.nope_width,
+        "v_head_dim": sizes.value_width,
+    }
+    odd = [f"{name} {width}" for name, width in widths.items() if width % 8]
+    return f"{odd[0]} is no multiple of 8" if odd else None

@@ -9,6 +9,7 @@ config.json.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -98,6 +99,16 @@ class RopeConfig(msgspec.Struct, frozen=True):
         return float(self.parameters[name])
 
 
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """By how much YaRN (Peng et al., 2023, section 3.4) scales queries and keys of a context extended by a factor.
+
+    Example:
+        >>> round(yarn_magnitude(40.0, 0.707), 4)
+        1.2608
+    """
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
 class StatedLength(msgspec.Struct, frozen=True):
     """The longest sequence that config.json allows.
 
@@ -126,6 +137,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
         num_groups: groups of experts, see `ops.experts.route_tokens`.
         num_chosen_groups: groups that the experts of a token come from.
         scale: factor on the weights.
+        has_wide_router: the router's product is made in float32, whatever the model's dtype.
         has_correction: a bias per expert is added to scores for the choice only.
         shared_size: width inside the MLP that all tokens use; 0: there is none.
         shared_name: its name in the checkpoint.
@@ -140,10 +152,31 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_groups: int = 1
     num_chosen_groups: int = 1
     scale: float = 1.0
+    has_wide_router: bool = False
     has_correction: bool = False
     shared_size: int = 0
     shared_name: str = "shared_expert"
     has_shared_gate: bool = False
+
+
+class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Latent attention (MLA, DeepSeek-V2, 2024).
+
+    Keys and values of all heads are projections of one latent, which is cached with one rotary key for all heads.
+
+    Attributes:
+        query_rank: width of the latent that queries are projected from; None: they are made in one projection.
+        latent_width: of the latent of keys and values.
+        nope_width: of the part of a head's query and key that is not rotated.
+        rotary_width: of the rotated part.
+        value_width: of a head's value.
+    """
+
+    query_rank: int | None
+    latent_width: int
+    nope_width: int
+    rotary_width: int
+    value_width: int
 
 
 class LayerPlan(msgspec.Struct, frozen=True):
@@ -196,6 +229,7 @@ class ArchConfig(msgspec.Struct, frozen=True, kw_only=True):
         attention_scale: factor on query·key; None: head_size**-0.5.
         attention_cap: c of c·tanh(score / c), which replaces attention scores; None: they stay as they are.
         alibi_slopes: per query head, see `AttentionSpec`; empty: positions do not affect scores.
+        latent: the latent attention of all layers; None: they have keys and values of their own.
         embedding_scale: factor on embeddings.
         residual_scale: factor on results of attention and MLP.
         logit_scale: factor on logits.
@@ -241,6 +275,7 @@ class ArchConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_scale: float | None = None
     attention_cap: float | None = None
     alibi_slopes: tuple[float, ...] = ()
+    latent: LatentConfig | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -295,14 +330,28 @@ class ArchConfig(msgspec.Struct, frozen=True, kw_only=True):
         """How many weights the model has at least; 0 if that is not known."""
         if any(plan.mlp not in _MLP_MATRICES for plan in self.layers):
             return 0
-        attention = 2 * self.hidden_size * self.head_size * (self.num_heads + self.num_kv_heads)
         matrix = self.hidden_size * (self.intermediate_size or 0)
         embeddings = self.vocab_size * self.embedding_size + (self.num_learned_positions or 0) * self.hidden_size
         mixture = 0
         if self.experts is not None:
             inner = self.experts.count * self.experts.intermediate_size + self.experts.shared_size
             mixture = 3 * self.hidden_size * inner * sum(plan.mlp == "experts" for plan in self.layers)
+        attention = self._attention_parameters
         return embeddings + mixture + sum(attention + _MLP_MATRICES[plan.mlp] * matrix for plan in self.layers)
+
+    @property
+    def _attention_parameters(self) -> int:
+        """Weights of a layer's attention."""
+        latent = self.latent
+        if latent is None:
+            return 2 * self.hidden_size * self.head_size * (self.num_heads + self.num_kv_heads)
+        # of queries, of the cached row, of keys and values of it, and of the output
+        width = self.num_heads * self.head_size
+        rank = latent.query_rank
+        query = self.hidden_size * width if rank is None else rank * (self.hidden_size + width)
+        row = self.hidden_size * (latent.latent_width + latent.rotary_width)
+        heads = self.num_heads * latent.latent_width * (latent.nope_width + latent.value_width)
+        return query + row + heads + self.num_heads * latent.value_width * self.hidden_size
 
     def without_sliding_window(self) -> ArchConfig:
         """The same model with full attention in every layer."""
@@ -514,6 +563,8 @@ READERS: dict[str, ArchReader | str] = {
     "BaichuanForCausalLM": f"{_FAMILIES}:read_baichuan",
     "ChatGLMForConditionalGeneration": f"{_FAMILIES}:read_chatglm",
     "ChatGLMModel": f"{_FAMILIES}:read_chatglm",
+    "DeepseekV2ForCausalLM": f"{_FAMILIES}:read_deepseek_v2",
+    "DeepseekV3ForCausalLM": f"{_FAMILIES}:read_deepseek_v3",
     "FalconForCausalLM": f"{_FAMILIES}:read_falcon",
     "Gemma2ForCausalLM": f"{_FAMILIES}:read_gemma2",
     "Gemma3ForCausalLM": f"{_FAMILIES}:read_gemma3",

@@ -17,13 +17,16 @@ from ascend_vllm.config.arch import (
     SLIDING_ATTENTION,
     ArchConfig,
     ExpertsConfig,
+    LatentConfig,
     LayerPlan,
     RopeConfig,
     layer_plans,
     max_length,
     read_decoder,
     read_rope,
+    yarn_magnitude,
 )
+from ascend_vllm.types.kv_cache import LATENT, KVCachePlan
 
 # the head of Baichuan 2 is normalised, that of the first version is not; nothing else tells them apart
 _BAICHUAN2_VOCAB_SIZE = 125696
@@ -364,6 +367,77 @@ def read_qwen2_moe(hf_config: Mapping[str, Any]) -> ArchConfig:
 def read_qwen3_moe(hf_config: Mapping[str, Any]) -> ArchConfig:
     """Qwen3-MoE: queries and keys normalised per head, no MLP for all tokens."""
     return read_decoder(hf_config, qk_norm=True, **_qwen_experts(hf_config))
+
+
+def read_deepseek_v2(hf_config: Mapping[str, Any]) -> ArchConfig:
+    """DeepSeek-V2 and V2-Lite. As in transformers, `norm_topk_prob` is without effect."""
+    groups = {}
+    if hf_config["topk_method"] == "group_limited_greedy":
+        groups = {"num_groups": int(hf_config["n_group"]), "num_chosen_groups": int(hf_config["topk_group"])}
+    return _read_deepseek(hf_config, renormalizes=False, **groups)
+
+
+def read_deepseek_v3(hf_config: Mapping[str, Any]) -> ArchConfig:
+    """DeepSeek-V3 and R1: experts are chosen by corrected sigmoids, of the best groups."""
+    return _read_deepseek(
+        hf_config,
+        scoring="sigmoid",
+        renormalizes=bool(hf_config["norm_topk_prob"]),
+        num_groups=int(hf_config["n_group"]),
+        num_chosen_groups=int(hf_config["topk_group"]),
+        has_correction=True,
+    )
+
+
+def _read_deepseek(hf_config: Mapping[str, Any], **routing: Any) -> ArchConfig:
+    """Latent attention, dense MLPs in the first layers, then mixtures with an MLP for all tokens.
+
+    Args:
+        hf_config: as in `ArchConfig.from_hf`.
+        **routing: fields of `ExpertsConfig`.
+    """
+    latent = LatentConfig(
+        query_rank=hf_config["q_lora_rank"],
+        latent_width=int(hf_config["kv_lora_rank"]),
+        nope_width=int(hf_config["qk_nope_head_dim"]),
+        rotary_width=int(hf_config["qk_rope_head_dim"]),
+        value_width=int(hf_config["v_head_dim"]),
+    )
+    head_size = latent.nope_width + latent.rotary_width
+    rope = read_rope(hf_config, latent.rotary_width)
+    scale, weight = head_size**-0.5, rope.parameters.get("mscale_all_dim")
+    if rope.rope_type != "default" and weight:
+        # what yarn does to queries and keys, for the parts that are not rotated, too
+        scale *= yarn_magnitude(rope.number("factor"), float(weight)) ** 2
+    dense, frequency = int(hf_config["first_k_dense_replace"]), int(hf_config["moe_layer_freq"])
+    count, width = int(hf_config["n_routed_experts"] or 0), int(hf_config["moe_intermediate_size"])
+    cache = KVCachePlan(LATENT, num_vectors=1, num_heads=1, width=latent.latent_width + latent.rotary_width)
+    experts = ExpertsConfig(
+        count=count,
+        num_chosen=int(hf_config["num_experts_per_tok"]),
+        intermediate_size=width,
+        scale=float(hf_config["routed_scaling_factor"]),
+        has_wide_router=True,
+        shared_size=width * int(hf_config["n_shared_experts"] or 0),
+        shared_name="shared_experts",
+        **routing,
+    )
+    layers = (
+        LayerPlan(mlp="gated" if count == 0 or index < dense or index % frequency else "experts", kv_cache=cache)
+        for index in range(int(hf_config["num_hidden_layers"]))
+    )
+    return read_decoder(
+        hf_config,
+        # of queries and keys; all heads share what is cached
+        head_size=head_size,
+        num_kv_heads=1,
+        layers=tuple(layers),
+        attention_scale=scale,
+        latent=latent,
+        rope=msgspec.structs.replace(rope, is_interleaved=bool(hf_config.get("rope_interleave", True))),
+        captures_graphs=True,
+        experts=experts,
+    )
 
 
 def _with_experts(plans: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:

@@ -73,6 +73,16 @@ _GLM = _LLAMA_LIKE | {
     "pad_token_id": 151329,
 }
 
+_DEEPSEEK = _LLAMA_LIKE | {
+    "attention_bias": False,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_layer_freq": 1,
+}
+
 # model_type → what is assumed for names that config.json leaves out
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": _LLAMA_LIKE
@@ -133,6 +143,45 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "add_bias_linear": False,
         "add_qkv_bias": False,
         "tie_word_embeddings": False,
+    },
+    "deepseek_v2": _DEEPSEEK
+    | {
+        "vocab_size": 102400,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "mlp_bias": False,
+        "moe_intermediate_size": 1407,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 0,
+        "topk_method": "greedy",
+        "routed_scaling_factor": 1.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "deepseek_v3": _DEEPSEEK
+    | {
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "max_position_embeddings": 4096,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_interleave": True,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
     },
     "falcon": {
         "vocab_size": 65024,
@@ -351,6 +400,16 @@ SUPPORTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "pre_seq_len": (None,),
         "quantization_bit": (0, None),
     },
+    "deepseek_v2": {
+        "attention_bias": (False, None),
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "scoring_func": ("softmax",),
+    },
+    "deepseek_v3": {
+        "attention_bias": (False, None),
+        "topk_method": ("noaux_tc",),
+        "scoring_func": ("sigmoid",),
+    },
     "falcon": {"alibi": (False, None)},
     "gemma": {"use_bidirectional_attention": (False, None)},
     "gemma2": {"use_bidirectional_attention": (False, None)},
@@ -369,6 +428,8 @@ WITH_CODE = frozenset(
         "aquila",
         "baichuan",
         "chatglm",
+        "deepseek_v2",
+        "deepseek_v3",
         "falcon",
         "internlm",
         "internlm2",

@@ -61,6 +61,11 @@ class Experts(Layer):
     ) -> None:
         if context.device.type != "cpu":
             raise ModelLoadError("mixtures of experts run on CPUs only in this version")
+        if experts.count % experts.num_groups or experts.num_chosen_groups > experts.num_groups:
+            raise ModelLoadError(
+                f"config.json: a token cannot use {experts.num_chosen_groups} (topk_group) of {experts.num_groups} "
+                f"(n_group) equal groups of {experts.count} experts"
+            )
         available = experts.count // experts.num_groups * experts.num_chosen_groups
         if experts.num_chosen > available:
             raise ModelLoadError(

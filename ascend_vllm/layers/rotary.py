@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from ascend_vllm.attention.backend import ForwardBatch, RotaryStep
-from ascend_vllm.config.arch import RopeConfig, required
+from ascend_vllm.config.arch import RopeConfig, required, yarn_magnitude
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.base import Layer
 
@@ -59,10 +59,6 @@ def _llama3(config: RopeConfig) -> tuple[torch.Tensor, float]:
     return frequencies * kept + frequencies / config.number("factor") * (1.0 - kept), 1.0
 
 
-def _yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-
-
 def _yarn(config: RopeConfig) -> tuple[torch.Tensor, float]:
     # YaRN (Peng et al., 2023): as llama3, but the transition is linear in the index of the pair, and cos and sin are
     # scaled
@@ -72,9 +68,9 @@ def _yarn(config: RopeConfig) -> tuple[torch.Tensor, float]:
     weight, weight_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
     magnitude = parameters.get("attention_factor")
     if magnitude is None:
-        magnitude = _yarn_magnitude(factor)
+        magnitude = yarn_magnitude(factor)
         if weight and weight_all:
-            magnitude = _yarn_magnitude(factor, weight) / _yarn_magnitude(factor, weight_all)
+            magnitude = yarn_magnitude(factor, weight) / yarn_magnitude(factor, weight_all)
 
     def pair_with_turns(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))

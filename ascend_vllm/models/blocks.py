@@ -7,6 +7,7 @@ I intermediate width, N query heads, K KV heads, D head size, V vocabulary.
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -22,6 +23,7 @@ from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.embedding import LMHead, NoLMHead, TiedLMHead, VocabParallelEmbedding
 from ascend_vllm.layers.experts import Experts
+from ascend_vllm.layers.latent_attention import LatentAttention
 from ascend_vllm.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -33,6 +35,7 @@ from ascend_vllm.layers.norm import LayerNorm, RMSNorm
 from ascend_vllm.layers.quantization.base import Activation, ActivationQuant
 from ascend_vllm.layers.rotary import RotaryEmbedding, make_rotary_embedding
 from ascend_vllm.models.pooler import Pooler
+from ascend_vllm.ops.elementwise import to_float32
 
 # names in config.json → names of the op
 _GATED_ACTIVATIONS = {
@@ -155,7 +158,9 @@ class MoE(Layer):
         experts, hidden = required(arch.experts, "num_experts"), arch.hidden_size
         _check_activation(arch, _GATED_ACTIVATIONS)
         activation = _GATED_ACTIVATIONS[arch.activation]
-        self.gate = ReplicatedLinear(context, f"{prefix}.gate", hidden, experts.count)
+        self._is_wide = experts.has_wide_router
+        of_router = dataclasses.replace(context, dtype=torch.float32) if self._is_wide else context
+        self.gate = ReplicatedLinear(of_router, f"{prefix}.gate", hidden, experts.count)
         self.experts = Experts(context, f"{prefix}.experts", experts, hidden, activation)
         self.shared: GatedMLP | None = None
         self.shared_gate: ReplicatedLinear | None = None
@@ -179,7 +184,9 @@ class MoE(Layer):
         """[T, H] → [T, H]."""
         shared = None if self.shared is None else self.shared.forward(x)
         shared_gate = None if self.shared_gate is None else self.shared_gate.forward(x)
-        return self.experts.forward(x, self.gate.forward(x), self._correction, shared, shared_gate)
+        widens = self._is_wide and x.dtype != torch.float32
+        logits = self.gate.forward(to_float32(x) if widens else x)
+        return self.experts.forward(x, logits, self._correction, shared, shared_gate)
 
 
 # kind of MLP, see `LayerPlan.mlp` → its layer
@@ -232,6 +239,11 @@ class RotaryAttention(Layer):
         )
         self.attention = Attention(spec, cache_index, context.dtype, plan.kv_cache, is_local=plan.is_local)
 
+    @property
+    def activation_quant(self) -> ActivationQuant | None:
+        """How the norm before attention has to quantize its result; None: not at all."""
+        return self.qkv_proj.activation_quant
+
     def forward(self, x: Activation, context: ForwardContext) -> torch.Tensor:
         """[T, H] → [T, H]."""
         query, key, value = self.qkv_proj.project(x)
@@ -253,7 +265,8 @@ class DecoderLayer(Layer):
         if plan.attention not in (FULL_ATTENTION, SLIDING_ATTENTION):
             raise ModelLoadError(f"config.json: layer_types has {plan.attention!r}, which is not supported")
         cache_index = context.parallel.layers(len(arch.layers)).index(index)
-        self.self_attn = RotaryAttention(arch, context, f"{prefix}.self_attn", cache_index, plan)
+        attention_class = RotaryAttention if arch.latent is None else LatentAttention
+        self.self_attn = attention_class(arch, context, f"{prefix}.self_attn", cache_index, plan)
         self.mlp = _MLPS.get(plan.mlp, GatedMLP)(arch, context, f"{prefix}.mlp")
         self._make_norms(arch, context, prefix)
         self._residual_scale = arch.residual_scale
@@ -266,7 +279,7 @@ class DecoderLayer(Layer):
 
     def _make_norms(self, arch: ArchConfig, context: BuildContext, prefix: str) -> None:
         # the norms quantize their results for the layers that read them
-        quant = self.self_attn.qkv_proj.activation_quant
+        quant = self.self_attn.activation_quant
         self.input_layernorm = _norm(arch, context, f"{prefix}.input_layernorm", quant)
         quant = self.mlp.activation_quant
         self.post_attention_layernorm = _norm(arch, context, f"{prefix}.post_attention_layernorm", quant)
@@ -303,7 +316,7 @@ class ParallelDecoderLayer(DecoderLayer):
         # one norm for both cannot quantize its result for one of them
         shares = arch.parallel_norms == 1
         names = ("input_layernorm",) if shares else ("ln_attn", "ln_mlp")
-        quants = (None,) if shares else (self.self_attn.qkv_proj.activation_quant, self.mlp.activation_quant)
+        quants = (None,) if shares else (self.self_attn.activation_quant, self.mlp.activation_quant)
         self._norms = [
             _norm(arch, context, f"{prefix}.{name}", quant) for name, quant in zip(names, quants, strict=True)
         ]

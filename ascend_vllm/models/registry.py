@@ -28,6 +28,8 @@ MODELS: dict[str, str | type[CausalLM]] = {
     "BaichuanForCausalLM": "ascend_vllm.models.baichuan:BaichuanForCausalLM",
     "ChatGLMForConditionalGeneration": "ascend_vllm.models.chatglm:ChatGLMForCausalLM",
     "ChatGLMModel": "ascend_vllm.models.chatglm:ChatGLMForCausalLM",
+    "DeepseekV2ForCausalLM": "ascend_vllm.models.deepseek:DeepseekForCausalLM",
+    "DeepseekV3ForCausalLM": "ascend_vllm.models.deepseek:DeepseekForCausalLM",
     "FalconForCausalLM": "ascend_vllm.models.falcon:FalconForCausalLM",
     "Gemma2ForCausalLM": "ascend_vllm.models.gemma2:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "ascend_vllm.models.gemma2:Gemma2ForCausalLM",

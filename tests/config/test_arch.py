@@ -234,7 +234,7 @@ def test_experts_dtype_and_ids() -> None:
     arch = read("LlamaForCausalLM")
     assert (arch.num_experts, arch.dtype, arch.eos_token_ids) == (0, "float32", None)
     assert read("DbrxForCausalLM", num_local_experts=8).num_experts == 8
-    assert read("DeepseekV2ForCausalLM", n_routed_experts=64, num_experts=None).num_experts == 64
+    assert read("DeepseekForCausalLM", n_routed_experts=64, num_experts=None).num_experts == 64
     assert read("LlamaForCausalLM", torch_dtype="float16").dtype == "float16"
     assert read("LlamaForCausalLM", torch_dtype="float16", dtype="torch.bfloat16").dtype == "bfloat16"
     assert read("LlamaForCausalLM", eos_token_id=7).eos_token_ids == (7,)

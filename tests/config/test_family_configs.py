@@ -13,6 +13,13 @@ from ascend_vllm.args.limits import resolve_max_model_len
 from ascend_vllm.config.arch import ArchConfig
 
 GLM4 = {"hidden_size": 4096, "num_attention_heads": 32, "multi_query_attention": True, "multi_query_group_num": 2}
+YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+DEEPSEEK = {
+    "max_position_embeddings": 163840,
+    "vocab_size": 102400,
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+}
 # name → config.json, parameters in billions as its page says, longest sequence
 PUBLISHED: dict[str, tuple[dict[str, Any], float, int]] = {
     "chatglm3-6b": (
@@ -207,6 +214,64 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, int]] = {
         30.5,
         40960,
     ),
+    "DeepSeek-V2-Lite": (
+        DEEPSEEK
+        | {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "hidden_size": 2048,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 6,
+            "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+        15.7,
+        163840,
+    ),
+    "DeepSeek-V2": (
+        DEEPSEEK
+        | {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "hidden_size": 5120,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 160,
+            "n_group": 8,
+            "topk_group": 3,
+            "topk_method": "group_limited_greedy",
+            "num_experts_per_tok": 6,
+            "routed_scaling_factor": 16.0,
+            "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+        235.7,
+        163840,
+    ),
+    "DeepSeek-R1": (
+        {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "max_position_embeddings": 163840,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "moe_layer_freq": 1,
+            "num_nextn_predict_layers": 1,
+            "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        671.0,
+        163840,
+    ),
     "starcoder2-3b": ({"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"}, 3.03, 4096),
 }
 
@@ -246,5 +311,24 @@ def test_what_the_published_models_differ_in(tmp_path: pathlib.Path) -> None:
     assert (glm.rope.theta, glm.rope.rotary_dim, glm.rope.is_interleaved) == (5e6, 64, True)
     falcon = read("falcon-11B")
     assert (falcon.parallel_norms, falcon.num_kv_heads, falcon.qkv_layout) == (1, 8, "grouped")
+    lite, deepseek, r1 = read("DeepSeek-V2-Lite"), read("DeepSeek-V2"), read("DeepSeek-R1")
+    assert [plan.mlp for plan in lite.layers[:3]] == ["gated", "experts", "experts"]
+    assert [plan.mlp for plan in r1.layers[:5]] == ["gated"] * 3 + ["experts"] * 2
+    # 192**-0.5 times the square of 0.1·0.707·ln(40) + 1, or of 0.1·ln(40) + 1
+    assert lite.attention_scale == deepseek.attention_scale == pytest.approx(0.0721688 * 1.589626, rel=1e-5)
+    assert r1.attention_scale == pytest.approx(0.0721688 * 1.873836, rel=1e-5)
+    assert lite.latent is not None
+    assert r1.latent is not None
+    assert (lite.latent.query_rank, r1.latent.query_rank) == (None, 1536)
+    assert lite.rope is not None
+    assert (lite.rope.rotary_dim, lite.rope.is_interleaved) == (64, True)
+    assert lite.experts is not None
+    assert (lite.experts.num_groups, lite.experts.shared_size, lite.experts.renormalizes) == (1, 2816, False)
+    assert deepseek.experts is not None
+    assert (deepseek.experts.num_groups, deepseek.experts.num_chosen_groups, deepseek.experts.scale) == (8, 3, 16.0)
+    assert r1.experts is not None
+    assert (r1.experts.scoring, r1.experts.has_correction, r1.experts.renormalizes) == ("sigmoid", True, True)
+    # of a token, in a layer
+    assert [arch.layers[0].kv_cache.spec(1, 1, 192, "bfloat16").block_bytes for arch in (lite, r1)] == [1152, 1152]
     minicpm = read("MiniCPM-2B-sft-bf16")
     assert (minicpm.embedding_scale, minicpm.num_kv_heads) == (1.0, 36)

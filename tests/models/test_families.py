@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ascend_vllm import LLM, SamplingParams
 from ascend_vllm.args.engine_args import EngineArgs
@@ -42,6 +43,9 @@ from tests.tiny_models import VOCAB_SIZE, tiny_model
 NUM_GREEDY = 64
 # checkpoints of transformers' classes; their log-probabilities are compared in test_models_match_transformers.py
 NATIVE = (
+    "deepseek-v2",
+    "deepseek-v2-lite",
+    "deepseek-v3",
     "falcon",
     "falcon-2",
     "falcon-new",
@@ -174,6 +178,17 @@ def test_llama_by_other_names(architecture: str) -> None:
         ("minicpm", {"num_experts": 8}, "num_experts 8 is not supported"),
         ("mixtral", {"num_experts_per_tok": 7}, r"cannot use 7 \(num_experts_per_tok\) of 6 experts"),
         ("qwen3-moe", {"use_sliding_window": True}, "use_sliding_window True is not supported"),
+        ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
+        ("deepseek-v2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
+        (
+            "deepseek-v2",
+            {"topk_group": 5},
+            r"cannot use 5 \(topk_group\) of 4 \(n_group\) equal groups of 16 experts",
+        ),
+        ("deepseek-v3", {"n_group": 5}, r"cannot use 2 \(topk_group\) of 5 \(n_group\) equal groups of 16 experts"),
+        ("deepseek-v3", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
+        ("deepseek-v3", {"attention_bias": True}, "attention_bias True is not supported"),
+        ("deepseek-v3", {"quantization_config": {"quant_method": "fp8"}}, "a quantization_config, which"),
         (
             "phi3-longrope",
             {"rope_parameters": {"short_factor": [1.0]}},
@@ -184,6 +199,20 @@ def test_llama_by_other_names(architecture: str) -> None:
 def test_what_is_not_known_is_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         load(make_model_config(_directory(name), **changes), load_format="dummy")
+
+
+def test_the_layer_behind_the_last_one_is_not_loaded(tmp_path: pathlib.Path) -> None:
+    """Repositories of DeepSeek-V3 have one that predicts a second token."""
+    source = pathlib.Path(tiny_model("deepseek-v3"))
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    weights = load_file(source / "model.safetensors")
+    further = {"eh_proj.weight": torch.zeros(64, 128), "shared_head.norm.weight": torch.zeros(64)}
+    save_file(
+        weights | {f"model.layers.3.{name}": one for name, one in further.items()}, tmp_path / "model.safetensors"
+    )
+    prompt = {0: random_tokens(40, VOCAB_SIZE, seed=2)}
+    plain = PagedDriver(make_model_config(source)).step(prompt)[0]
+    assert torch.equal(PagedDriver(make_model_config(tmp_path)).step(prompt)[0], plain)
 
 
 def test_qwen_1_beyond_its_trained_length_is_refused() -> None:
@@ -265,6 +294,9 @@ def _two_steps(driver: PagedDriver) -> list[torch.Tensor]:
     [
         ("baichuan-13b", 2),
         ("chatglm", 2),
+        ("deepseek-v2", 4),
+        ("deepseek-v2-lite", 2),
+        ("deepseek-v3", 2),
         ("falcon-2", 2),
         ("gemma2", 2),
         ("internlm2", 2),
@@ -287,7 +319,7 @@ def test_ranks_compute_what_one_computes(name: str, size: int) -> None:
             torch.testing.assert_close(result, one, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["baichuan-13b", "falcon-new", "gemma3", "minicpm", "qwen2-moe"])
+@pytest.mark.parametrize("name", ["baichuan-13b", "deepseek-v3", "falcon-new", "gemma3", "minicpm", "qwen2-moe"])
 def test_stages_compute_what_one_model_computes(name: str) -> None:
     config = make_model_config(_directory(name))
     stages = []
@@ -301,7 +333,19 @@ def test_stages_compute_what_one_model_computes(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["baichuan-13b", "falcon-new", "gemma2", "gemma3", "glm4", "minicpm", "mixtral", "qwen2-moe", "starcoder2"],
+    [
+        "baichuan-13b",
+        "deepseek-v2-lite",
+        "deepseek-v3",
+        "falcon-new",
+        "gemma2",
+        "gemma3",
+        "glm4",
+        "minicpm",
+        "mixtral",
+        "qwen2-moe",
+        "starcoder2",
+    ],
 )
 def test_decoding_steps_can_be_taped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = PagedDriver(make_model_config(_directory(name)))
@@ -326,7 +370,9 @@ def test_decoding_steps_can_be_taped(name: str, monkeypatch: pytest.MonkeyPatch)
 # ---- the engine ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["baichuan-13b", "chatglm", "mixtral", "qwen1", "qwen2-moe", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "name", ["baichuan-13b", "chatglm", "deepseek-v3", "mixtral", "qwen1", "qwen2-moe", "qwen3-moe"]
+)
 @pytest.mark.parametrize(
     "options",
     [

@@ -318,7 +318,7 @@ def test_blocks_of_layers_can_lie_one_behind_another() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, "deepseek-v3"])
 def test_the_configuration_foresees_what_layers_report(name: str, size: int) -> None:
     config = make_model_config(tiny_model(name), "bfloat16")
     context = BuildContext(torch.bfloat16, torch.device("cpu"), ParallelContext(0, size))
