@@ -26,7 +26,7 @@ _CAUSAL = 3
 _BAND = 4
 # added to sparse_mode for high precision in npu_prompt_flash_attention, which has no argument for it
 _PROMPT_HIGH_PRECISION = 10
-# values of inner_precise; they make no difference in bfloat16
+# values of inner_precise; bfloat16 has no high performance, and not every call accepts it
 _HIGH_PRECISION = 0
 _HIGH_PERFORMANCE = 1
 # head sizes of the fused operator's high-performance kernels
@@ -159,7 +159,8 @@ class FusedAttention(AttentionOps):
     def attend(self, layer: LayerInput, prepared: DevicePart, mask: torch.Tensor) -> torch.Tensor:
         part, spec = prepared.part, layer.spec
         sparse_mode, pre_tokens = _sparse(spec.sliding_window)
-        precise = part.high_precision or spec.head_size not in _FAST_HEAD_SIZES
+        has_fast = spec.head_size in _FAST_HEAD_SIZES and layer.query.dtype != torch.bfloat16
+        precise = part.high_precision or not has_fast
         if part.kinds == {RowKind.PROMPT}:
             # all keys are computed in the step
             key, value, block_table = layer.key[part.tokens], layer.value[part.tokens], None

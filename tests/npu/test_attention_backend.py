@@ -209,6 +209,7 @@ def test_rows_of_every_kind(rows: Rows, window: int | None) -> None:
         (7, 1, 128, torch.bfloat16, 64),
         (14, 2, 64, torch.bfloat16, 128),
         (4, 2, 256, torch.bfloat16, 64),
+        (4, 4, 64, torch.bfloat16, 128),
         (4, 4, 16, torch.float16, 64),
     ],
 )
