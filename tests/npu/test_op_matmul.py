@@ -66,7 +66,7 @@ def test_fractal_weight_of_a_linear_layer(operator: str, rows: int, columns: int
 
 
 def test_product_per_head_with_a_transposed_result() -> None:
-    x, weight = _values.normal(3, 4, 16, dtype=torch.float16), _values.normal(4, 16, 8, dtype=torch.float16)
+    x, weight = _values.normal(3, 4, 16, dtype=torch.float16), _values.normal(4, 16, 32, dtype=torch.float16)
     result, launched = launched_by(
         lambda: torch_npu.npu_transpose_batchmatmul(
             x.npu(), weight.npu(), perm_x1=(1, 0, 2), perm_x2=(0, 1, 2), perm_y=(1, 0, 2)

@@ -35,6 +35,29 @@ PAGED: dict[str, Any] = {
     "actual_seq_lengths_kv": [3, 200],
 }
 NOT_PAGED = {"block_table": None, "block_size": 0}
+# one token each of two sequences over latents of 512, with a rotary part of 64; eight query heads
+LATENT: dict[str, Any] = {
+    "query": half(2, 8, 1, 512),
+    "key": half(6, 1, 128, 512),
+    "value": half(6, 1, 128, 512),
+    "query_rope": half(2, 8, 1, 64),
+    "key_rope": half(6, 1, 128, 64),
+    "block_table": torch.tensor([[1, 0], [2, 3]], dtype=torch.int32),
+    "block_size": 128,
+    "input_layout": "BNSD_NBSD",
+    "num_heads": 8,
+    "num_key_value_heads": 1,
+    "actual_seq_lengths_kv": [3, 200],
+}
+# the same with five tokens of two sequences
+LATENT_PACKED: dict[str, Any] = LATENT | {
+    "query": half(5, 8, 512),
+    "query_rope": half(5, 8, 64),
+    "input_layout": "TND_NTD",
+    "actual_seq_lengths": [3, 5],
+    "atten_mask": TRIANGLE,
+    "sparse_mode": 3,
+}
 FUSED = "aclnnFusedInferAttentionScoreV3"
 # name of a correct call → its operator, torch_npu's function, and the arguments
 CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -58,6 +81,33 @@ CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "input_layout": "BNSD",
             "actual_seq_lengths": None,
             "actual_seq_lengths_kv": None,
+        },
+    ),
+    "fused, latent": (FUSED, "npu_fused_infer_attention_score", LATENT),
+    "fused, packed latent": (FUSED, "npu_fused_infer_attention_score", LATENT_PACKED),
+    "latent cache": (
+        "aclnnKvRmsNormRopeCache",
+        "npu_kv_rmsnorm_rope_cache",
+        {
+            "kv": half(3, 1, 1, 576),
+            "gamma": half(512),
+            "cos": half(3, 1, 1, 64),
+            "sin": half(3, 1, 1, 64),
+            "index": torch.tensor([0, 63, 5]),
+            "k_cache": half(4, 16, 1, 64),
+            "ckv_cache": half(4, 16, 1, 512),
+            "cache_mode": "PA",
+        },
+    ),
+    "product per head": (
+        "aclnnTransposeBatchMatMul",
+        "npu_transpose_batchmatmul",
+        {
+            "input": half(3, 8, 128),
+            "weight": half(8, 128, 512),
+            "perm_x1": (1, 0, 2),
+            "perm_x2": (0, 1, 2),
+            "perm_y": (1, 0, 2),
         },
     ),
     "prompt": (
@@ -167,7 +217,67 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any]]]] = {
             {"query": half(5, 4, 96), "key": half(6, 256, 192), "value": half(6, 256, 192), "block_size": 256},
         ),
     ],
+    "fused, latent": [
+        ("query", {"query": half(2, 8, 1, 256), "key": half(6, 1, 128, 256), "value": half(6, 1, 128, 256)}),
+        ("query_rope", {"query_rope": half(2, 8, 1, 32), "key_rope": half(6, 1, 128, 32)}),
+        ("key_rope", {"key_rope": half(6, 1, 128, 32)}),
+        ("key_rope", {"key_rope": None}),
+        ("num_heads", {"query": half(2, 12, 1, 512), "query_rope": half(2, 12, 1, 64), "num_heads": 12}),
+        ("num_heads", {"query": half(2, 256, 1, 512), "query_rope": half(2, 256, 1, 64), "num_heads": 256}),
+        ("sparse_mode", {"sparse_mode": 3, "atten_mask": TRIANGLE}),
+        ("input_layout", {"input_layout": "BNSD_BSND"}),
+        (
+            "block_size",
+            {"key": half(6, 1, 24, 512), "value": half(6, 1, 24, 512), "key_rope": half(6, 1, 24, 64)}
+            | {"block_size": 24, "actual_seq_lengths_kv": [3, 40]},
+        ),
+        ("key", {"block_table": None, "block_size": 0}),
+    ],
+    "fused, packed latent": [
+        ("softmax_lse", {"softmax_lse_flag": True}),
+        ("sparse_mode", {"sparse_mode": 0, "atten_mask": None}),
+        ("atten_mask", {"atten_mask": None}),
+        (
+            "actual_seq_lengths",
+            {"query": half(19, 8, 512), "query_rope": half(19, 8, 64), "actual_seq_lengths": [17, 19]},
+        ),
+    ],
+    "latent cache": [
+        ("kv", {"kv": half(3, 1, 1, 320), "gamma": half(256), "ckv_cache": half(4, 16, 1, 256)}),
+        ("gamma", {"gamma": half(256)}),
+        ("cos", {"cos": half(3, 1, 1, 32), "sin": half(3, 1, 1, 32)}),
+        ("cos", {"cos": torch.ones(3, 1, 1, 64)}),
+        ("index", {"index": torch.tensor([0, 63, 5], dtype=torch.int32)}),
+        ("index", {"index": torch.tensor([0, 64, 5])}),
+        ("index", {"index": torch.tensor([5, 0, 5])}),
+        # the cache of rotary keys comes first
+        ("k_cache", {"k_cache": half(4, 16, 1, 512), "ckv_cache": half(4, 16, 1, 64)}),
+        ("k_cache", {"k_cache": half(4, 24, 1, 64), "ckv_cache": half(4, 24, 1, 512)}),
+        ("cache_mode", {"cache_mode": "ND"}),
+    ],
+    "product per head": [
+        ("permX2", {"perm_x2": (0, 2, 1), "weight": half(8, 512, 128)}),
+        ("permY", {"perm_y": (0, 1, 2)}),
+        ("x2", {"weight": half(8, 128, 24)}),
+        ("x2", {"input": half(3, 8, 24), "weight": half(8, 24, 128)}),
+        ("x2", {"weight": half(8, 128, 512).bfloat16()}),
+    ],
     "fused, fresh": [
+        # as many key heads as query heads have no fast form in bfloat16
+        (
+            "inner_precise",
+            {"num_key_value_heads": 4, "inner_precise": 1}
+            | {
+                "query": half(5, 4, 64).bfloat16(),
+                "key": half(9, 4, 64).bfloat16(),
+                "value": half(9, 4, 64).bfloat16(),
+            },
+        ),
+        (
+            "actual_seq_lengths",
+            {"query": half(4097, 4, 64), "key": half(4097, 2, 64), "value": half(4097, 2, 64)}
+            | {"actual_seq_lengths": list(range(1, 4098)), "actual_seq_lengths_kv": list(range(1, 4098))},
+        ),
         # lengths of single sequences where cumulative ones are due
         ("actual_seq_lengths_kv", {"actual_seq_lengths_kv": [3, 6]}),
         ("actual_seq_lengths_kv", {"actual_seq_lengths_kv": [6, 3]}),

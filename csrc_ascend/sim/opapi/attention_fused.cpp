@@ -158,6 +158,14 @@ Work fused(AttentionCall call) {
           std::to_string(call.inner_precise) + " is not supported (0 to 3)");
   require(!decodes(call) || call.inner_precise <= 1, "inner_precise",
           std::to_string(call.inner_precise) + " is not supported for one query row (0 or 1)");
+  if (call.packed()) {
+    require(call.batch <= 4096, call.names.query_lengths,
+            std::to_string(call.batch) + " sequences exceed 4096 in " + call.layout);
+    const bool brain_heads = call.query.scalar_type() == at::kBFloat16 && call.heads == call.kv_heads;
+    require(!brain_heads || !(call.inner_precise & 1), "inner_precise",
+            std::to_string(call.inner_precise) +
+                " is not supported for bfloat16 with as many key heads as query heads");
+  }
   require_dense(call);
   if (call.has_rope()) {
     require_latent(call);

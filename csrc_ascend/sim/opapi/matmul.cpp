@@ -85,10 +85,18 @@ OPERATOR(aclnnTransposeBatchMatMul,
            require(!bias, "bias", "it is not supported");
            require(!scale, "scale", "quantised results are not supported");
            require(batchSplitFactor == 1, "batchSplitFactor", "only 1 is supported");
+           const Ints plain{0, 1, 2}, heads_behind{1, 0, 2};
+           require(permX1 == plain || permX1 == heads_behind, "permX1", "it must be (0, 1, 2) or (1, 0, 2)");
+           require(permX2 == plain, "permX2", "only (0, 1, 2) is supported");
+           require(permY == heads_behind, "permY", "it must be (1, 0, 2)");
+           for (const int64_t axis : {1, 2}) {
+             const int64_t size = x2.size(axis);
+             require(size % 16 == 0 && size < 65536, x2.name,
+                     "axis " + std::to_string(axis) + " of " + std::to_string(size) +
+                         " must be a multiple of 16 below 65536");
+           }
            return [=] {
-             const auto order = [](const at::Tensor& tensor, const Ints& axes) {
-               return axes.empty() ? tensor : tensor.permute(axes);
-             };
+             const auto order = [](const at::Tensor& tensor, const Ints& axes) { return tensor.permute(axes); };
              out.set(order(product(order(x1, permX1), order(x2, permX2)), permY));
            };
          })

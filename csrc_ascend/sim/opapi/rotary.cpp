@@ -202,9 +202,9 @@ void check_latent(const LatentCache& call) {
   call.gamma.like(kv).rank(1, 1);
   call.cos.like(kv).rank(4, 4);
   const int64_t value = call.gamma.size(0), rope = call.cos.size(3);
-  require(value + rope == kv.size(3) && rope % 2 == 0, "cos",
-          "head size " + std::to_string(rope) + " must be even and, with the " + std::to_string(value) +
-              " of gamma, make the " + std::to_string(kv.size(3)) + " of kv");
+  require(kv.size(3) == 576, "kv", "its width " + std::to_string(kv.size(3)) + " must be 576 (512 and 64)");
+  require(value == 512, "gamma", "its size " + std::to_string(value) + " must be 512");
+  require(rope == 64, "cos", "head size " + std::to_string(rope) + " must be 64");
   require(
       call.cos.size(0) == batch && call.cos.size(1) == 1 && (call.cos.size(2) == rows || call.cos.size(2) == 1),
       "cos", "its shape must be [batch, 1, rows or 1, " + std::to_string(rope) + "]");
@@ -226,8 +226,6 @@ void check_latent(const LatentCache& call) {
                 std::to_string(dim) + "]");
     require(!is_paged(call) || cache->size(1) % 16 == 0, cache->name,
             "block size " + std::to_string(cache->size(1)) + " must be a multiple of 16");
-    require(call.mode != "PA_NZ" || dim % 16 == 0, cache->name,
-            "head size " + std::to_string(dim) + " must be a multiple of 16 with PA_NZ");
   }
   require(call.k_cache.sizes().slice(0, 3) == call.ckv_cache.sizes().slice(0, 3), "ckv_cache",
           "its shape does not go with k_cache");
