@@ -19,6 +19,7 @@ from ascend_vllm.attention.ascend_calls import (
     FusedAttention,
     LayerInput,
     compressed_mask,
+    copy_blocks,
     store_kv,
     window_masks,
 )
@@ -152,18 +153,9 @@ class AscendAttention(AttentionBackend):
     def copy_blocks(
         self, source: torch.Tensor, source_blocks: torch.Tensor, target: torch.Tensor, target_blocks: torch.Tensor
     ) -> None:
-        if source.device == target.device:
-            blocks = source.index_select(1, source_blocks)
-        else:
-            # copies between host and device are fast only through pinned memory
-            shape = (source.shape[0], source_blocks.shape[0], *source.shape[2:])
-            blocks = torch.empty(shape, dtype=source.dtype, pin_memory=True)
-            if source.device.type == "cpu":
-                blocks = torch.index_select(source, 1, source_blocks, out=blocks)
-                blocks = blocks.to(target.device, non_blocking=True)
-            else:
-                blocks.copy_(source.index_select(1, source_blocks))
-        target.index_copy_(1, target_blocks, blocks)
+        # one half after the other: the blocks must be the first dimension
+        for half, target_half in zip(source.unbind(0), target.unbind(0), strict=True):
+            copy_blocks(half, source_blocks, target_half, target_blocks)
 
     def prepare(self, batch: ForwardBatch) -> AscendStep:
         if self._spare_slots is None:

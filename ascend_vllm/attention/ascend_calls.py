@@ -55,6 +55,33 @@ def store_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
     torch.ops.npu.npu_scatter_pa_kv_cache(key, value, key_cache, value_cache, slots, cache_mode="Norm")
 
 
+def copy_blocks(
+    source: torch.Tensor, source_blocks: torch.Tensor, target: torch.Tensor, target_blocks: torch.Tensor
+) -> None:
+    """Copies whole blocks of a tensor, see `AttentionBackend.copy_blocks`.
+
+    `index_copy_` along any dimension but the first would transpose the whole tensor on NPUs.
+
+    Args:
+        source: [P, …], contiguous.
+        source_blocks: [C] int64, on source's device.
+        target: likewise, of any number of blocks and on any device; may be `source`.
+        target_blocks: [C] int64, on target's device, none twice.
+    """
+    if source.device == target.device:
+        blocks = source.index_select(0, source_blocks)
+    else:
+        # copies between host and device are fast only through pinned memory
+        shape = (source_blocks.shape[0], *source.shape[1:])
+        blocks = torch.empty(shape, dtype=source.dtype, pin_memory=True)
+        if source.device.type == "cpu":
+            blocks = torch.index_select(source, 0, source_blocks, out=blocks)
+            blocks = blocks.to(target.device, non_blocking=True)
+        else:
+            blocks.copy_(source.index_select(0, source_blocks))
+    target.index_copy_(0, target_blocks, blocks)
+
+
 def _store_and_take(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
