@@ -92,3 +92,71 @@ def split_rows(query_start: Int32Array, seq_lens: Int32Array, precision: Precisi
         )
         for first, last in itertools.pairwise(edges)
     ]
+
+
+# most query tokens of a row that the absorbed form of latent attention takes
+MAX_ABSORBED_TOKENS = 16
+# Cached tokens before those of the step that one call expands to keys and values of each head: limits the memory for
+# them. A multiple of every block size.
+MAX_EXPANDED_TOKENS = 4096
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LatentPart:
+    """Neighbouring rows whose latent attention one call computes, or one for each chunk."""
+
+    # few tokens a row, computed in the latent space; otherwise keys and values of each head are made of the latents
+    is_absorbed: bool
+    rows: slice
+    tokens: slice
+    # as those of `Part`
+    query_ends: list[int]
+    seq_lens: list[int]
+    max_query_len: int
+    # first tokens of the chunks that sequences are expanded in; more than one only for a part of one row
+    chunk_starts: tuple[int, ...] = (0,)
+
+
+def split_latent_rows(query_start: Int32Array, seq_lens: Int32Array) -> list[LatentPart]:
+    """Cuts a step of latent attention into parts, in the order of its rows.
+
+    Args:
+        query_start: [R+1].
+        seq_lens: [R].
+
+    Returns:
+        At least one part if there are rows.
+    """
+    query_lens, contexts = np.diff(query_start), seq_lens - np.diff(query_start)
+    absorbed = (query_lens == 1) | ((query_lens <= MAX_ABSORBED_TOKENS) & (contexts > 0))
+    # of each part: number of its last row + 1
+    ends: list[int] = []
+    # of the part that grows: cached tokens that it expands
+    num_expanded = 0
+    for row, (context, is_absorbed) in enumerate(zip(contexts.tolist(), absorbed.tolist(), strict=True)):
+        joins = bool(ends) and bool(absorbed[row - 1]) == is_absorbed
+        if not is_absorbed:
+            joins = joins and num_expanded + context <= MAX_EXPANDED_TOKENS
+            num_expanded = num_expanded + context if joins else context
+        if joins:
+            ends[-1] = row + 1
+        else:
+            ends.append(row + 1)
+    return [
+        LatentPart(
+            is_absorbed=bool(absorbed[first]),
+            rows=slice(first, last),
+            tokens=slice(int(query_start[first]), int(query_start[last])),
+            query_ends=(query_start[first + 1 : last + 1] - query_start[first]).tolist(),
+            seq_lens=seq_lens[first:last].tolist(),
+            max_query_len=int(query_lens[first:last].max()),
+            chunk_starts=(0,) if absorbed[first] else _chunk_starts(contexts[first:last].tolist()),
+        )
+        for first, last in itertools.pairwise([0, *ends])
+    ]
+
+
+def _chunk_starts(contexts: list[int]) -> tuple[int, ...]:
+    """The last chunk has a row's new tokens and at most MAX_EXPANDED_TOKENS before them, as every other chunk has."""
+    longest = max(contexts) if len(contexts) == 1 else 0
+    return tuple(range(0, max(longest, 1), MAX_EXPANDED_TOKENS))

@@ -19,6 +19,10 @@ ATTENTION_BACKENDS: dict[str, tuple[str, ...]] = {
     "cpu": ("ascend_vllm.attention.cpu:CpuAttention",),
     "npu": ("ascend_vllm.attention.ascend:AscendAttention",),
 }
+# the same for models with latent attention, of devices that have other backends for it
+LATENT_BACKENDS: dict[str, tuple[str, ...]] = {
+    "npu": ("ascend_vllm.attention.ascend_latent:AscendLatentAttention",),
+}
 
 
 def select_attention_backend(
@@ -37,7 +41,10 @@ def select_attention_backend(
     """
     kinds = dict.fromkeys((layer.spec, layer.kv_cache_spec(block_size)) for layer in layers)
     rejections = []
-    for path in ATTENTION_BACKENDS[device_type]:
+    paths = ATTENTION_BACKENDS[device_type]
+    if any(layer.spec.latent is not None for layer in layers):
+        paths = LATENT_BACKENDS.get(device_type, paths)
+    for path in paths:
         backend: type[AttentionBackend] = pkgutil.resolve_name(path)
         reasons = [
             backend.unsupported_reason(spec, dtype, block_size) or backend.unsupported_cache_reason(cache, dtype)

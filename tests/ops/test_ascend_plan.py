@@ -9,7 +9,17 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from ascend_vllm.attention.ascend_plan import MAX_PARTS, Part, Precision, RowKind, split_rows
+from ascend_vllm.attention.ascend_plan import (
+    MAX_ABSORBED_TOKENS,
+    MAX_EXPANDED_TOKENS,
+    MAX_PARTS,
+    LatentPart,
+    Part,
+    Precision,
+    RowKind,
+    split_latent_rows,
+    split_rows,
+)
 
 ROWS = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=30)
 
@@ -72,3 +82,49 @@ def test_many_changes_of_precision_make_one_precise_call() -> None:
     assert [part.high_precision for part in split(rows, Precision(), by_kind=False)] == [False, True, False, True]
     [part] = split([*rows, (1, 5)], Precision(), by_kind=False)
     assert part.high_precision
+
+
+LATENT_ROWS = st.lists(
+    st.tuples(st.integers(1, 40), st.sampled_from([0, 0, 1, 70, 3000, 9000])), min_size=1, max_size=20
+)
+
+
+def split_latent(rows: list[tuple[int, int]]) -> list[LatentPart]:
+    """The parts of latent attention of rows given as (tokens of the step, cached tokens)."""
+    query_start = np.cumsum([0, *(count for count, _ in rows)], dtype=np.int32)
+    return split_latent_rows(query_start, np.array([sum(row) for row in rows], np.int32))
+
+
+@hypothesis.given(rows=LATENT_ROWS)
+def test_parts_of_latent_attention_are_the_rows_in_their_order(rows: list[tuple[int, int]]) -> None:
+    parts = split_latent(rows)
+    assert [row for part in parts for row in rows[part.rows]] == rows
+    assert parts[0].tokens.start == 0
+    for part, after in itertools.pairwise(parts):
+        assert part.tokens.stop == after.tokens.start
+        # what could be one call is one
+        assert part.is_absorbed != after.is_absorbed or not part.is_absorbed
+    for part in parts:
+        mine = rows[part.rows]
+        assert part.query_ends == np.cumsum([count for count, _ in mine]).tolist()
+        assert part.query_ends[-1] == part.tokens.stop - part.tokens.start
+        assert part.seq_lens == [sum(row) for row in mine]
+        assert part.max_query_len == max(count for count, _ in mine)
+        for count, cached in mine:
+            assert part.is_absorbed == (count == 1 or (cached > 0 and count <= MAX_ABSORBED_TOKENS))
+        # every chunk but the last is full, and the last one has no more than so many cached tokens
+        cached = sum(cached for _, cached in mine)
+        assert list(part.chunk_starts) == list(range(0, part.chunk_starts[-1] + 1, MAX_EXPANDED_TOKENS))
+        assert part.is_absorbed or 0 <= cached - part.chunk_starts[-1] <= MAX_EXPANDED_TOKENS
+        assert len(mine) == 1 or len(part.chunk_starts) == 1
+
+
+def test_rows_of_latent_attention() -> None:
+    rows = [(1, 9000), (3, 5), (1, 0), (5, 0), (20, 4000), (20, 96), (20, 1), (20, 9000), (9, 0)]
+    assert [(part.is_absorbed, part.rows, part.chunk_starts) for part in split_latent(rows)] == [
+        (True, slice(0, 3), (0,)),
+        (False, slice(3, 6), (0,)),
+        (False, slice(6, 7), (0,)),
+        (False, slice(7, 8), (0, 4096, 8192)),
+        (False, slice(8, 9), (0,)),
+    ]

@@ -8,11 +8,12 @@ import psutil
 import pytest
 import torch
 
-from ascend_vllm.attention.backend import AttentionSpec
+from ascend_vllm.attention.backend import AttentionSpec, LatentSpec
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.layers.attention import Attention
 from ascend_vllm.platforms import cpu
 from ascend_vllm.sampling_params import SamplingParams
+from ascend_vllm.types.kv_cache import LATENT, KVCachePlan
 from ascend_vllm.types.step import MoveKind, SchedulerOutput
 from ascend_vllm.worker.plugins import ATTENTION_BACKENDS, select_attention_backend
 from ascend_vllm.worker.worker import Worker
@@ -193,6 +194,17 @@ def test_a_refusal_carries_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ATTENTION_BACKENDS, "npu", ())
     with pytest.raises(ConfigError, match="it has none"):
         select_attention_backend("npu", [fine], torch.float16, 128)
+
+
+def test_latent_attention_has_a_backend_of_its_own_on_npus() -> None:
+    def layer(width: int) -> Attention:
+        spec = AttentionSpec(16, 1, width + 64, 0.125, latent=LatentSpec(width, 64, 128, 128))
+        plan = KVCachePlan(LATENT, num_vectors=1, num_heads=1, width=width + 64)
+        return Attention(spec, 0, torch.float16, plan)
+
+    assert select_attention_backend("npu", [layer(512)], torch.float16, 128).name == "ascend_latent"
+    with pytest.raises(ConfigError, match=r"\(ascend_latent: its operators need kv_lora_rank 512.* has 256, 64, 128"):
+        select_attention_backend("npu", [layer(256)], torch.float16, 128)
 
 
 def resident_bytes() -> int:
