@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from ascend_vllm.attention.backend import (
@@ -114,13 +115,42 @@ class CpuAttention(AttentionBackend):
         rotated = query[..., sizes.nope_width :]
         store_latent(rotary.positions, rotated, latent, *norm, *angles, kv_cache, batch.slot_mapping)
         step = (batch.block_table, batch.query_start, batch.seq_lens)
-        absorbed = heads_linear(query, weights.absorb, sizes.nope_width, sizes.latent_width)
-        sums = latent_attention(absorbed, kv_cache, *step, spec.scale, sizes.latent_width, EXPANDED_MIN_TOKENS - 1)
-        output: torch.Tensor = heads_linear(sums, weights.output, sizes.latent_width, sizes.value_width)
-        if batch.max_query_len >= EXPANDED_MIN_TOKENS:
-            matrices = (weights.expand, weights.output)
-            expanded_attention(query, kv_cache, *matrices, *step, spec.scale, EXPANDED_MIN_TOKENS, output)
+        if batch.max_query_len < EXPANDED_MIN_TOKENS:
+            output = _absorbed(spec.scale, sizes, query, weights, kv_cache, *step)
+            return output.view(num_tokens, num_heads * sizes.value_width)
+        output = query.new_zeros(num_tokens, num_heads, sizes.value_width)
+        matrices = (weights.expand, weights.output)
+        expanded_attention(query, kv_cache, *matrices, *step, spec.scale, EXPANDED_MIN_TOKENS, output)
+        for rows in _short_rows(batch):
+            first, last = batch.query_start_np[[rows.start, rows.stop]].tolist()
+            starts = batch.query_start[rows.start : rows.stop + 1] - first
+            part = (batch.block_table[rows], starts, batch.seq_lens[rows])
+            output[first:last] = _absorbed(spec.scale, sizes, query[first:last], weights, kv_cache, *part)
         return output.view(num_tokens, num_heads * sizes.value_width)
+
+
+def _absorbed(
+    scale: float,
+    sizes: LatentSpec,
+    query: torch.Tensor,
+    weights: LatentWeights,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> torch.Tensor:
+    """Latent attention without keys and values: query [T, N, Q+F], rotated → [T, N, V]."""
+    absorbed = heads_linear(query, weights.absorb, sizes.nope_width, sizes.latent_width)
+    sums = latent_attention(absorbed, kv_cache, block_table, query_start, seq_lens, scale, sizes.latent_width)
+    values: torch.Tensor = heads_linear(sums, weights.output, sizes.latent_width, sizes.value_width)
+    return values
+
+
+def _short_rows(batch: ForwardBatch) -> list[slice]:
+    """Ranges of consecutive rows that have fewer query tokens than those with keys and values of their own."""
+    is_short = np.diff(batch.query_start_np) < EXPANDED_MIN_TOKENS
+    edges = np.flatnonzero(np.diff(is_short, prepend=False, append=False)).tolist()
+    return [slice(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def _odd_width(sizes: LatentSpec) -> str | None:

@@ -121,6 +121,25 @@ def test_greedy_text_is_the_references(name: str) -> None:
         assert expected[length - 1 : -1].argmax(-1).tolist() == text[length:]
 
 
+def test_rows_beside_long_prompts_with_latent_attention() -> None:
+    """Long prompts get keys and values of their own; chunks and decoding rows around them do not."""
+    config = make_model_config(tiny_model("deepseek-v2"))
+    prompts = {row: random_tokens(300, VOCAB_SIZE, seed=row) for row in range(6)}
+    expected = {row: PagedDriver(config).step({row: prompt})[row] for row, prompt in prompts.items()}
+    driver = PagedDriver(config)
+    parts = {row: [] for row in prompts}
+    # tokens of each row in each step, from which on 170 are many
+    for counts in ((9, 170, 169, 130, 250, 2), (280, 1, 1, 169, 1, 180), (11, 129, 130, 1, 49, 118)):
+        step = {}
+        for (row, prompt), count in zip(prompts.items(), counts, strict=True):
+            start = sum(map(len, parts[row]))
+            step[row] = prompt[start : start + count]
+        for row, log_probs in driver.step(step).items():
+            parts[row].append(log_probs)
+    for row, found in parts.items():
+        torch.testing.assert_close(torch.cat(found), expected[row], rtol=0, atol=1e-4)
+
+
 def test_longrope_of_longer_sequences_uses_the_long_factors(tmp_path: pathlib.Path) -> None:
     source = pathlib.Path(tiny_model("phi3-longrope"))
     shutil.copytree(source, tmp_path, dirs_exist_ok=True)
