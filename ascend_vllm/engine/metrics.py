@@ -22,6 +22,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from ascend_vllm.config.cache import kv_cache_specs
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.engine.api_group import Count, SharedCounts
 from ascend_vllm.logger import init_logger
@@ -395,9 +396,12 @@ class _CoreMetrics:
         yield self._family(GaugeMetricFamily, name, documentation, waiting, "reason")
 
     def _cache_config_info(self) -> Metric:
-        cache = self._config.cache
+        cache, tp_size = self._config.cache, self._config.parallel.tensor_parallel_size
+        block_bytes = sum(spec.block_bytes for spec in kv_cache_specs(self._config.model, cache, tp_size))
         info = {
             "block_size": cache.block_size,
+            # in all layers, on one of the workers that share them; vLLM has no such label
+            "bytes_per_token": block_bytes // cache.block_size,
             "cache_dtype": cache.cache_dtype,
             "cpu_offload_gb": 0,
             "enable_prefix_caching": cache.enable_prefix_caching,

@@ -203,9 +203,12 @@ class Worker:
         runners = self._runners()
         self._runner = runners.make_runner(kv_caches, cpu_caches)
         logger.info(
-            "KV cache: %d blocks of %d tokens, %.2f GiB; %d blocks to swap to, %.2f GiB",
+            "KV cache: %d blocks of %d tokens, %d bytes per token in %d layers, %.2f GiB; %d blocks to swap to, "
+            "%.2f GiB",
             num_blocks,
             self._config.cache.block_size,
+            memory.block_bytes // self._config.cache.block_size,
+            len(self.get_model().attention_layers),
             num_blocks * memory.block_bytes / GIB,
             num_cpu_blocks,
             num_cpu_blocks * memory.block_bytes / GIB,

@@ -133,7 +133,7 @@ def test_gauges_and_counters(found: dict[str, tuple[str, list[Row]]]) -> None:
         assert found[name][0] == kind
         assert [row[1] for row in found[name][1]] == [{label: value} for value in values.split()], name
     kind, ((_, labels, value),) = found["cache_config_info"]
-    assert (kind, sorted(labels), value) == ("gauge", CACHE_CONFIG_LABELS, 1)
+    assert (kind, sorted(labels), value) == ("gauge", sorted([*CACHE_CONFIG_LABELS, "bytes_per_token"]), 1)
 
 
 def test_buckets_of_histograms(found: dict[str, tuple[str, list[Row]]]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from ascend_vllm.config.cache import kv_cache_specs
 from ascend_vllm.engine.metrics import EngineMetrics, Histogram
 from ascend_vllm.engine.output_processor import OutputQueue
 from ascend_vllm.engine.tokenization import Tokenizer
@@ -164,6 +165,9 @@ def test_cache_config_info(metrics: EngineMetrics) -> None:
     assert labels["block_size"] == "16"
     assert labels["num_gpu_blocks_override"] == "None"
     assert labels["swap_space_bytes"] == str(4 * 2**30)
+    config = make_config(max_model_len=64)
+    specs = kv_cache_specs(config.model, config.cache)
+    assert int(labels["bytes_per_token"]) == sum(spec.block_bytes for spec in specs) // 16 > 0
 
 
 def test_the_process_is_measured_too(metrics: EngineMetrics) -> None:

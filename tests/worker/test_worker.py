@@ -152,7 +152,8 @@ def test_the_log_says_what_runs_on_references(package_log: pytest.LogCaptureFixt
     worker.initialize_cache(4)
     assert "ops run on their reference on cpu" in package_log.text
     assert "attention backend cpu" in package_log.text
-    assert "KV cache: 4 blocks of 16 tokens" in package_log.text
+    # keys and values of two heads of 16 numbers in float32
+    assert "KV cache: 4 blocks of 16 tokens, 768 bytes per token in 3 layers, 0.00 GiB; " in package_log.text
     assert "Warmed up" in package_log.text
 
 
