@@ -1,4 +1,4 @@
-"""Writes a model of the shape of Qwen2 or Qwen2-MoE with random weights, for benchmarks where only the shape matters.
+"""Writes a model of the shape of Qwen2, Qwen2-MoE or DeepSeek-V2 with random weights, for benchmarks of that shape.
 
 The directory has Hugging Face's layout: config.json, generation_config.json, model.safetensors in bfloat16, and a
 byte-level BPE tokenizer with as many entries as the model has, so that any server can serve it::
@@ -32,7 +32,11 @@ _CHAT_TEMPLATE = (
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a Qwen2 model, named as in config.json; with `num_experts` above 0 of a Qwen2-MoE model."""
+    """Sizes of a Qwen2 model, named as in config.json.
+
+    With `num_experts` above 0 of a Qwen2-MoE model, with `kv_lora_rank` above 0 of a DeepSeek-V2 model without
+    `q_lora_rank`, whose experts config.json calls `n_routed_experts`.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -46,6 +50,12 @@ class Shape:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     shared_expert_intermediate_size: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    first_k_dense_replace: int = 0
+    n_shared_experts: int = 0
 
 
 _OF_EXPERTS = (
@@ -54,6 +64,23 @@ _OF_EXPERTS = (
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
 )
+_OF_DEEPSEEK = (
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "first_k_dense_replace",
+    "n_shared_experts",
+)
+_YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
 
 PRESETS = {
     "qwen2-0.5b": Shape(151936, 896, 4864, 24, 14, 2, 32768),
@@ -61,6 +88,8 @@ PRESETS = {
     "tiny-5m": Shape(8192, 256, 704, 4, 4, 2, 4096),
     # 1.5 GB, of which a token uses 0.36 GB
     "qwen2-moe-1.5g": Shape(32768, 1024, 1344, 16, 16, 4, 32768, True, 60, 4, 208, 1344),
+    # 1.5 GB, of which a token uses 0.42 GB; heads and latents are as wide as those of DeepSeek-V2-Lite
+    "deepseek-v2-1.5g": Shape(32768, 1024, 4096, 12, 16, 16, 163840, False, 64, 6, 256, 0, 512, 128, 64, 128, 1, 2),
     # little to compute, but a vocabulary as large as real models'
     "tiny-152k": Shape(151936, 64, 176, 2, 2, 1, 4096),
 }
@@ -68,23 +97,23 @@ PRESETS = {
 
 def _parameters(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor."""
-    hidden, intermediate = shape.hidden_size, shape.intermediate_size
-    kv_width = hidden // shape.num_attention_heads * shape.num_key_value_heads
+    hidden, is_deepseek = shape.hidden_size, shape.kv_lora_rank > 0
     yield "model.embed_tokens.weight", (shape.vocab_size, hidden)
     for index in range(shape.num_hidden_layers):
         prefix = f"model.layers.{index}"
         yield f"{prefix}.input_layernorm.weight", (hidden,)
-        for name, width in (("q", hidden), ("k", kv_width), ("v", kv_width)):
-            yield f"{prefix}.self_attn.{name}_proj.weight", (width, hidden)
-            yield f"{prefix}.self_attn.{name}_proj.bias", (width,)
-        yield f"{prefix}.self_attn.o_proj.weight", (hidden, hidden)
+        for name, size in (_latent_attention if is_deepseek else _attention)(shape):
+            yield f"{prefix}.self_attn.{name}", size
         yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
-        mlps = {"mlp": intermediate}
-        if shape.num_experts > 0:
+        mlps = {"mlp": shape.intermediate_size}
+        if shape.num_experts > 0 and index >= shape.first_k_dense_replace:
             yield f"{prefix}.mlp.gate.weight", (shape.num_experts, hidden)
-            yield f"{prefix}.mlp.shared_expert_gate.weight", (1, hidden)
             mlps = {f"mlp.experts.{expert}": shape.moe_intermediate_size for expert in range(shape.num_experts)}
-            mlps["mlp.shared_expert"] = shape.shared_expert_intermediate_size
+            if is_deepseek:
+                mlps["mlp.shared_experts"] = shape.moe_intermediate_size * shape.n_shared_experts
+            else:
+                yield f"{prefix}.mlp.shared_expert_gate.weight", (1, hidden)
+                mlps["mlp.shared_expert"] = shape.shared_expert_intermediate_size
         for mlp, width in mlps.items():
             for name in ("gate", "up"):
                 yield f"{prefix}.{mlp}.{name}_proj.weight", (width, hidden)
@@ -92,6 +121,26 @@ def _parameters(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.norm.weight", (hidden,)
     if not shape.tie_word_embeddings:
         yield "lm_head.weight", (shape.vocab_size, hidden)
+
+
+def _attention(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The same of a layer's attention in Qwen2 models."""
+    hidden = shape.hidden_size
+    kv_width = hidden // shape.num_attention_heads * shape.num_key_value_heads
+    for name, width in (("q", hidden), ("k", kv_width), ("v", kv_width)):
+        yield f"{name}_proj.weight", (width, hidden)
+        yield f"{name}_proj.bias", (width,)
+    yield "o_proj.weight", (hidden, hidden)
+
+
+def _latent_attention(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The same in DeepSeek-V2 models."""
+    hidden, heads, rank = shape.hidden_size, shape.num_attention_heads, shape.kv_lora_rank
+    yield "q_proj.weight", (heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim), hidden)
+    yield "kv_a_proj_with_mqa.weight", (rank + shape.qk_rope_head_dim, hidden)
+    yield "kv_a_layernorm.weight", (rank,)
+    yield "kv_b_proj.weight", (heads * (shape.qk_nope_head_dim + shape.v_head_dim), rank)
+    yield "o_proj.weight", (hidden, heads * shape.v_head_dim)
 
 
 def write_weights(directory: pathlib.Path, shape: Shape, seed: int) -> None:
@@ -155,25 +204,52 @@ def write_configs(directory: pathlib.Path, shape: Shape) -> None:
         "eos_token_id": shape.vocab_size - 1,
         "pad_token_id": shape.vocab_size - len(_SPECIAL_TOKENS),
     }
-    has_experts = shape.num_experts > 0
     config = {
-        "architectures": ["Qwen2MoeForCausalLM" if has_experts else "Qwen2ForCausalLM"],
-        "model_type": "qwen2_moe" if has_experts else "qwen2",
+        **(_deepseek_config(shape) if shape.kv_lora_rank > 0 else _qwen_config(shape)),
         "torch_dtype": "bfloat16",
-        **{name: size for name, size in dataclasses.asdict(shape).items() if has_experts or name not in _OF_EXPERTS},
         **special,
         "attention_dropout": 0.0,
         "hidden_act": "silu",
         "initializer_range": 0.02,
-        "max_window_layers": shape.num_hidden_layers,
         "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
         "use_cache": True,
-        "use_sliding_window": False,
     }
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", {"do_sample": False, **special})
+
+
+def _qwen_config(shape: Shape) -> dict[str, object]:
+    has_experts = shape.num_experts > 0
+    omitted = _OF_DEEPSEEK if has_experts else _OF_DEEPSEEK + _OF_EXPERTS
+    return {
+        "architectures": ["Qwen2MoeForCausalLM" if has_experts else "Qwen2ForCausalLM"],
+        "model_type": "qwen2_moe" if has_experts else "qwen2",
+        **{name: size for name, size in dataclasses.asdict(shape).items() if name not in omitted},
+        "max_window_layers": shape.num_hidden_layers,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    }
+
+
+def _deepseek_config(shape: Shape) -> dict[str, object]:
+    omitted = ("num_experts", "shared_expert_intermediate_size")
+    return {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        **{name: size for name, size in dataclasses.asdict(shape).items() if name not in omitted},
+        "n_routed_experts": shape.num_experts,
+        "q_lora_rank": None,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "rope_theta": 10000.0,
+        "rope_scaling": _YARN,
+    }
 
 
 def _write_json(path: pathlib.Path, value: object) -> None:

@@ -26,11 +26,13 @@ class ModelFacts:
         resident_bytes: bytes of all weights.
         matrix_elements: elements of the matrices that every token is multiplied with.
         head_elements: elements of the output layer, which only sampled tokens are multiplied with.
-        attention_width: query heads times their size, over all layers.
-        kv_bytes_per_token: bytes of a token's keys and values, in the cache's two bytes per value.
+        attention_width: query heads times their size, or the mean size of keys and values, over all layers.
+        kv_bytes_per_token: bytes of a token in the KV cache, two per value.
         expert_bytes: bytes of all experts of a mixture.
         expert_elements: their elements.
         chosen_share: the share of a layer's experts that a token is multiplied with.
+        decode_width: the attention width of decoding steps with latent attention, whose heads read latents; 0: the
+            same as in prompts.
     """
 
     weight_bytes: int
@@ -42,6 +44,7 @@ class ModelFacts:
     expert_bytes: int = 0
     expert_elements: int = 0
     chosen_share: float = 0.0
+    decode_width: int = 0
 
     @classmethod
     def of(cls, model_dir: str) -> ModelFacts:
@@ -62,20 +65,26 @@ class ModelFacts:
         experts = [name for name in sizes if ".experts." in name]
         expert_bytes = sum(num_bytes[name] for name in experts)
         expert_elements = sum(math.prod(sizes[name]) for name in experts)
-        num_experts = config.get("num_experts") or config.get("num_local_experts") or 0
+        counts = ("num_experts", "num_local_experts", "n_routed_experts")
+        num_experts = next((config[name] for name in counts if config.get(name)), 0)
         layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
         head_size = config.get("head_dim") or config["hidden_size"] // heads
-        kv_heads = config.get("num_key_value_heads") or heads
+        kv_width, decode_width = 2 * head_size * (config.get("num_key_value_heads") or heads), 0
+        if rank := config.get("kv_lora_rank"):
+            kv_width = rank + config["qk_rope_head_dim"]
+            head_size = (config["qk_nope_head_dim"] + config["qk_rope_head_dim"] + config["v_head_dim"]) // 2
+            decode_width = layers * heads * (kv_width + rank) // 2
         return cls(
             weight_bytes=sum(size for name, size in num_bytes.items() if not name.endswith(skipped)) - expert_bytes,
             resident_bytes=sum(2 * math.prod(shape) for shape in sizes.values()),
             matrix_elements=matrices - embedding - sum(head) - expert_elements,
             head_elements=head[0] if head else embedding,
             attention_width=layers * heads * head_size,
-            kv_bytes_per_token=2 * 2 * layers * kv_heads * head_size,
+            kv_bytes_per_token=2 * layers * kv_width,
             expert_bytes=expert_bytes,
             expert_elements=expert_elements,
             chosen_share=config["num_experts_per_tok"] / num_experts if expert_bytes else 0.0,
+            decode_width=decode_width,
         )
 
     def read_bytes(self, tokens: int) -> float:
@@ -101,7 +110,8 @@ class ModelFacts:
     def step_s(self, limits: Reading, sequences: int, context: float) -> float:
         """Seconds for a decoding step of `sequences` sequences with `context` tokens each."""
         num_bytes = self.read_bytes(sequences) + sequences * context * self.kv_bytes_per_token
-        flops = 2 * (self.token_elements + self.head_elements) + 4 * context * self.attention_width
+        width = self.decode_width or self.attention_width
+        flops = 2 * (self.token_elements + self.head_elements) + 4 * context * width
         return self._seconds(num_bytes, sequences * flops, limits)
 
     def output_tok_s(

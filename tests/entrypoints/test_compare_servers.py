@@ -14,6 +14,7 @@ import pytest
 
 from tests.benchmark_modules import load_benchmark
 from tests.server import ROOT
+from tests.tiny_models import tiny_model
 
 _SIZES = ["--input-len", "9", "--output-len", "6", "--long-len", "40", "--long-prompts", "1", "--waves", "1"]
 _SIZES += ["--mixed-output-len", "200", "--max-model-len", "256", "--rounds", "1", "--gib", "0.01"]
@@ -188,6 +189,18 @@ def test_facts_of_a_model(program: types.ModuleType, tiny_dir: str) -> None:
     per_layer = hidden * (2 * hidden + 2 * kv_width + 3 * config["intermediate_size"])
     assert facts.matrix_elements == layers * per_layer
     assert facts.kv_bytes_per_token == 2 * 2 * layers * kv_width
+
+
+def test_facts_of_latent_attention(program: types.ModuleType) -> None:
+    """DeepSeek-V2-Lite's shape, small: a row of 32 + 8 numbers in three layers, 3 of 8 experts in two of them."""
+    facts = program.ModelFacts.of(tiny_model("deepseek-v2-lite"))
+    assert facts.kv_bytes_per_token == 3 * 2 * (32 + 8)
+    # four heads: keys of 24 + 8 and values of 16, or latents
+    assert (facts.attention_width, facts.decode_width) == (3 * 4 * (32 + 16) // 2, 3 * 4 * (40 + 32) // 2)
+    attention = 64 * (4 * 32 + 40 + 4 * 16) + 32 * 4 * (24 + 16)
+    assert facts.expert_elements == 2 * 8 * 3 * 64 * 24
+    others = 3 * attention + 3 * 64 * 112 + 2 * (64 * 8 + 3 * 64 * 2 * 24)
+    assert facts.token_elements == others + facts.expert_elements * 3 / 8
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,11 @@ EXPERTS = ["--num-experts", "8", "--num-experts-per-tok", "2", "--moe-intermedia
 EXPERTS += ["--shared-expert-intermediate-size", "64"]
 
 
-@pytest.mark.parametrize("flags", [[], ["--no-tie-word-embeddings"], EXPERTS])
+LATENT = ["--kv-lora-rank", "32", "--qk-nope-head-dim", "16", "--qk-rope-head-dim", "8", "--v-head-dim", "24"]
+LATENT += ["--first-k-dense-replace", "1", "--n-shared-experts", "2", "--no-tie-word-embeddings"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-tie-word-embeddings"], EXPERTS, EXPERTS + LATENT])
 def test_model_and_tokenizer_load(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
     directory = str(tmp_path / "model")
     _run(monkeypatch, directory, "--preset", "tiny-5m", *SIZES, *flags)
