@@ -85,7 +85,7 @@ def _store_latent_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             yield positions, query[..., nope:], fused[:, 16:], weight, 1e-6, table, is_neox, cache, slots
 
 
-@define_op(inputs=_store_latent_inputs, mutates=("query_rope", "cache"), devices=(), recordable=True)
+@define_op(inputs=_store_latent_inputs, mutates=("query_rope", "cache"), devices=("cpu",), recordable=True)
 def store_latent(
     positions: torch.Tensor,
     query_rope: torch.Tensor,
@@ -136,7 +136,7 @@ def _heads_linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield x, pack_heads(weight), inputs, outputs
 
 
-@define_op(inputs=_heads_linear_inputs, devices=(), recordable=True)
+@define_op(inputs=_heads_linear_inputs, devices=("cpu",), recordable=True)
 def heads_linear(x: torch.Tensor, packed: torch.Tensor, in_features: int, out_features: int) -> torch.Tensor:
     """`x[:, n, :K] @ weight[n].T` for each head n; columns of x behind those are copied behind the result.
 
@@ -256,7 +256,7 @@ def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale
     return (weights.to(values.dtype) @ values).transpose(0, 1)
 
 
-@define_op(inputs=_latent_attention_inputs, tolerance=2e-5, devices=(), recordable=True)
+@define_op(inputs=_latent_attention_inputs, tolerance=2e-5, devices=("cpu",), recordable=True)
 def latent_attention(
     query: torch.Tensor,
     cache: torch.Tensor,
@@ -331,7 +331,7 @@ def _expanded_attention_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield query, cache, *weights, *step, (nope + rotary) ** -0.5, fewest, out
 
 
-@define_op(inputs=_expanded_attention_inputs, mutates=("out",), tolerance=2e-5, devices=())
+@define_op(inputs=_expanded_attention_inputs, mutates=("out",), tolerance=2e-5, devices=("cpu",))
 def expanded_attention(
     query: torch.Tensor,
     cache: torch.Tensor,

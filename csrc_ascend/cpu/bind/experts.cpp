@@ -3,20 +3,13 @@
 #include <tuple>
 
 #include "cpu/bind/kept_memory.h"
+#include "cpu/bind/panels.h"
 #include "cpu/bind/tape.h"
 #include "cpu/bind/tensor.h"
 #include "cpu/kernels/route.h"
 
 namespace ascend_vllm {
 namespace {
-
-// Whether a tensor has the shape of a stack of packed weights, see holds_panels.
-bool are_panels(const at::Tensor& stack, int64_t in_features, int64_t panels) {
-  const bool pairs = stack.scalar_type() == at::kBFloat16;
-  const bool fits = pairs ? stack.dim() == 5 && stack.size(2) == (in_features + 1) / 2 && stack.size(4) == 2
-                          : stack.dim() == 4 && stack.size(2) == in_features;
-  return fits && stack.size(1) == panels && stack.size(3) == 16 && stack.is_contiguous();
-}
 
 at::Tensor experts_mlp(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
                        const at::Tensor& gate_up, const at::Tensor& down, c10::string_view activation,
@@ -39,8 +32,8 @@ at::Tensor experts_mlp(const at::Tensor& x, const at::Tensor& ids, const at::Ten
               gate_up.sizes(), " and ", down.sizes());
   const int64_t inner = gate_up.size(1) / 2 * 16;
   const int64_t down_inputs = down.size(2) * (x.scalar_type() == at::kBFloat16 ? 2 : 1);
-  TORCH_CHECK(gate_up.size(1) % 2 == 0 && are_panels(gate_up, hidden, gate_up.size(1)) &&
-                  are_panels(down, down_inputs, (hidden + 15) / 16) && gate_up.size(0) == down.size(0) &&
+  TORCH_CHECK(gate_up.size(1) % 2 == 0 && holds_stack(gate_up, hidden, gate_up.size(1)) &&
+                  holds_stack(down, down_inputs, (hidden + 15) / 16) && gate_up.size(0) == down.size(0) &&
                   down_inputs <= inner,
               "gate_up and down have shapes ", gate_up.sizes(), " and ", down.sizes(), ", not those of ",
               x.scalar_type(), " experts of ", hidden, " inputs");

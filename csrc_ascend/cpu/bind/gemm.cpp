@@ -38,6 +38,7 @@ at::Tensor multiply(const at::Tensor& x, const at::Tensor& packed, const std::op
   args.out = out.mutable_data_ptr();
   args.rows = x.size(0);
   args.x_stride = x.stride(0);
+  args.out_stride = shape[1];
   args.in_features = in_features;
   args.out_features = out_features;
   args.is_gated = gate.has_value();

@@ -1,9 +1,8 @@
 #include "cpu/bind/paged.h"
 
 #include <cstring>
-#include <memory>
-#include <new>
 
+#include "cpu/bind/buffer.h"
 #include "cpu/bind/tape.h"
 #include "cpu/kernels/paged_plan.h"
 #include "cpu/kernels/paged_store.h"
@@ -44,68 +43,16 @@ void store_kv(const at::Tensor& key, const at::Tensor& value, const at::Tensor& 
   });
 }
 
-// Reusable memory that only grows.
-class Buffer {
- public:
-  float* floats(int64_t count) {
-    if (count > size_) {
-      memory_.reset(new (std::align_val_t{64}) float[count]);
-      size_ = count;
-    }
-    return memory_.get();
-  }
-
- private:
-  struct Delete {
-    void operator()(float* p) const { operator delete[](p, std::align_val_t{64}); }
-  };
-  std::unique_ptr<float[], Delete> memory_;
-  int64_t size_ = 0;
-};
-
 // Memory that a calling thread reuses.
 struct Workspace {
   PagedPlan plan;
   Buffer parts, scratch;
 };
 
-int log2_of_block_size(int64_t block_size) {
-  for (int shift = 4; shift <= 7; ++shift) {
-    if (block_size == int64_t{1} << shift) return shift;
-  }
-  TORCH_CHECK(false, "block size must be 16, 32, 64 or 128, got ", block_size);
-}
-
-// The kernel does not check lengths and blocks, which are data, so this is done on every call and replay.
-void check_sequences(const PagedAttentionArgs& args, int64_t sequences, int64_t tokens, int64_t table_width,
-                     int64_t blocks) {
-  const int32_t *starts = args.query_start, *lengths = args.seq_lens;
-  TORCH_CHECK_INDEX(starts[0] >= 0 && starts[sequences] <= tokens, "query_start runs from ", starts[0], " to ",
-                    starts[sequences], ", query has ", tokens, " tokens");
-  for (int64_t s = 0; s < sequences; ++s) {
-    const int64_t count = starts[s + 1] - starts[s];
-    TORCH_CHECK_INDEX(count >= 0, "query_start descends after row ", s);
-    if (count == 0) continue;
-    TORCH_CHECK_INDEX(lengths[s] >= count, "row ", s, " has ", count, " query tokens and a length of ",
-                      lengths[s]);
-    const int64_t last = (lengths[s] - 1) >> args.block_shift;
-    TORCH_CHECK_INDEX(last < table_width, "row ", s, " of length ", lengths[s], " needs ", last + 1,
-                      " blocks, block_table has ", table_width);
-    const int64_t oldest = args.window > 0 ? std::max<int64_t>(0, lengths[s] - count - args.window + 1) : 0;
-    const int32_t* table = args.block_table + s * args.block_table_stride;
-    uint32_t greatest = 0;  // unsigned, so that negative ids are too large
-    for (int64_t b = oldest >> args.block_shift; b <= last; ++b) {
-      greatest = std::max(greatest, static_cast<uint32_t>(table[b]));
-    }
-    TORCH_CHECK_INDEX(greatest < static_cast<uint64_t>(blocks), "block_table of row ", s, " holds block ",
-                      static_cast<int32_t>(greatest), ", the cache has ", blocks);
-  }
-}
-
 // A call of the op as numbers and addresses; the memory is read when it runs.
 struct PagedCall {
   PagedAttentionArgs args;
-  int64_t sequences, tokens, table_width, blocks;
+  PagedSequences sequences;
   int64_t token_bytes;  // of the output
   int threads;
 
@@ -115,12 +62,12 @@ struct PagedCall {
   }
 
   void run() const {
-    check_sequences(args, sequences, tokens, table_width, blocks);
+    sequences.check();
     zero_rows(0, args.query_start[0]);
-    zero_rows(args.query_start[sequences], tokens);
+    zero_rows(args.query_start[sequences.count], sequences.tokens);
     thread_local Workspace workspace;
     PagedPlan& plan = workspace.plan;
-    plan.make(args, sequences, threads);
+    plan.make(args, sequences.count, threads);
     PagedAttentionArgs planned = args;
     planned.items = plan.items.data();
     planned.num_items = static_cast<int64_t>(plan.items.size());
@@ -148,20 +95,16 @@ at::Tensor paged_attention_cut(const at::Tensor& query, const at::Tensor& key_ca
   check_cache(value_cache, "value_cache", query, size);
   TORCH_CHECK(value_cache.sizes() == key_cache.sizes(), "key_cache and value_cache must have one shape, got ",
               key_cache.sizes(), " and ", value_cache.sizes());
-  const int64_t kv_heads = key_cache.size(1), sequences = seq_lens.numel();
+  const int64_t kv_heads = key_cache.size(1);
   TORCH_CHECK(kv_heads > 0 && heads % kv_heads == 0, heads, " query heads cannot share ", kv_heads,
               " KV heads evenly");
-  check_vector(seq_lens, "seq_lens", at::kInt, sequences);
-  check_vector(query_start, "query_start", at::kInt, sequences + 1);
-  TORCH_CHECK(
-      block_table.scalar_type() == at::kInt && block_table.dim() == 2 && block_table.size(0) == sequences,
-      "block_table must be an int32 matrix of ", sequences, " rows, got ", block_table.scalar_type(),
-      " of shape ", block_table.sizes());
-  check_rows(block_table, "block_table");
   TORCH_CHECK(sliding_window >= 0, "sliding_window must be 0 (none) or positive, got ", sliding_window);
   TORCH_CHECK(soft_cap >= 0, "soft_cap must be 0 (none) or positive, got ", soft_cap);
   if (alibi_slopes.has_value()) check_vector(*alibi_slopes, "alibi_slopes", at::kFloat, heads);
   TORCH_CHECK(split_keys >= 0 && split_keys % 128 == 0 && threads >= 0, "split_keys must be a multiple of 128");
+
+  const PagedSequences sequences = paged_sequences(block_table, query_start, seq_lens, tokens,
+                                                   key_cache.size(0), key_cache.size(2), sliding_window);
 
   at::Tensor out = new_tensor(query.sizes(), query.options());
   PagedAttentionArgs args{};
@@ -172,14 +115,14 @@ at::Tensor paged_attention_cut(const at::Tensor& query, const at::Tensor& key_ca
   args.key_cache = key_cache.const_data_ptr();
   args.value_cache = value_cache.const_data_ptr();
   args.out = out.mutable_data_ptr();
-  args.block_table = block_table.const_data_ptr<int32_t>();
-  args.block_table_stride = block_table.stride(0);
-  args.query_start = query_start.const_data_ptr<int32_t>();
-  args.seq_lens = seq_lens.const_data_ptr<int32_t>();
+  args.block_table = sequences.block_table;
+  args.block_table_stride = sequences.block_table_stride;
+  args.query_start = sequences.query_start;
+  args.seq_lens = sequences.seq_lens;
   args.heads = heads;
   args.kv_heads = kv_heads;
   args.head_size = size;
-  args.block_shift = log2_of_block_size(key_cache.size(2));
+  args.block_shift = sequences.block_shift;
   args.window = sliding_window;
   args.scale = static_cast<float>(scale);
   args.soft_cap = static_cast<float>(soft_cap);
@@ -188,9 +131,6 @@ at::Tensor paged_attention_cut(const at::Tensor& query, const at::Tensor& key_ca
   const PagedCall call{
       .args = args,
       .sequences = sequences,
-      .tokens = tokens,
-      .table_width = block_table.size(1),
-      .blocks = key_cache.size(0),
       .token_bytes = heads * size * query.element_size(),
       .threads = static_cast<int>(threads),
   };

@@ -38,20 +38,11 @@ RotaryArgs rotary_args(const at::Tensor& positions, const at::Tensor& query, con
   };
 }
 
-// The kernels do not check positions, which are data, so this is done on every call and replay.
-void check_positions(const RotaryArgs& args, int64_t num_positions) {
-  for (int64_t t = 0; t < args.tokens; ++t) {
-    const int64_t position = args.positions[t];
-    TORCH_CHECK_INDEX(position >= 0 && position < num_positions, "position ", position,
-                      " is outside the rotary table of ", num_positions, " positions");
-  }
-}
-
 void rotary_embedding(const at::Tensor& positions, const at::Tensor& query, const at::Tensor& key,
                       int64_t head_size, const at::Tensor& cos_sin_cache, bool is_neox) {
   const RotaryArgs args = rotary_args(positions, query, key, head_size, cos_sin_cache, is_neox);
   launch([args, num_positions = cos_sin_cache.size(0)] {
-    check_positions(args, num_positions);
+    check_positions(args.positions, args.tokens, num_positions);
     rotary_embedding_kernel(args);
   });
 }
@@ -79,7 +70,7 @@ void rotary_store_kv(const at::Tensor& positions, const at::Tensor& query, const
       .block_size = key_cache.size(2),
   };
   launch([args, num_positions = cos_sin_cache.size(0), num_slots = key_cache.size(0) * key_cache.size(2)] {
-    check_positions(args.rotary, num_positions);
+    check_positions(args.rotary.positions, args.rotary.tokens, num_positions);
     check_slots(args.slots, args.rotary.tokens, num_slots);
     rotary_store_kv_kernel(args);
   });

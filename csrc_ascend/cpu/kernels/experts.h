@@ -121,6 +121,7 @@ class ExpertsStep {
     LinearArgs linear{};
     linear.dtype = a_.dtype;
     linear.out = gated_;
+    linear.out_stride = a_.inner;
     linear.in_features = a_.hidden;
     linear.out_features = 2 * a_.inner;
     linear.is_gated = true;
@@ -136,6 +137,7 @@ class ExpertsStep {
       inner = widened_;
     }
     linear.out = results_;
+    linear.out_stride = a_.hidden;
     linear.in_features = a_.down_inputs;
     linear.out_features = a_.hidden;
     linear.is_gated = false;

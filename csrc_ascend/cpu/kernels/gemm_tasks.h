@@ -17,9 +17,9 @@ struct LinearArgs {
   const void* x;  // row t starts at t * x_stride elements
   const void* packed;
   const void* bias;  // [out_features] or null
-  void* out;         // [rows, out_features], or half as wide if it is gated; contiguous
+  void* out;         // [rows, out_features], or half as wide if it is gated; row t starts at t * out_stride
   void* workspace;   // linear_workspace(rows, in_features) floats
-  int64_t rows, x_stride, in_features, out_features;
+  int64_t rows, x_stride, out_stride, in_features, out_features;
   bool is_gated;  // out_features is a multiple of 32 then
   Gate gate;
 };
@@ -176,7 +176,7 @@ inline void multiply_rows(int64_t rows, const X* x, int64_t x_stride, const T* w
 
 template <class T>
 inline void write_row(const LinearArgs& a, const float* sums, int64_t row, int64_t column, int64_t columns) {
-  T* out = static_cast<T*>(a.out) + row * a.out_features + column;
+  T* out = static_cast<T*>(a.out) + row * a.out_stride + column;
   const T* bias = a.bias == nullptr ? nullptr : static_cast<const T*>(a.bias) + column;
   for_lanes(
       columns, [&](int64_t i) { store(out + i, bias ? load(sums + i) + load(bias + i) : load(sums + i)); },
@@ -257,7 +257,7 @@ template <class T, class Activation>
 inline void write_gated_row(const LinearArgs& a, const Activation& activation, const float* gates,
                             const float* ups, int64_t row, int64_t column, int64_t columns) {
   const int64_t width = a.out_features / 2;
-  T* out = static_cast<T*>(a.out) + row * width + column;
+  T* out = static_cast<T*>(a.out) + row * a.out_stride + column;
   const T* gate_bias = a.bias == nullptr ? nullptr : static_cast<const T*>(a.bias) + column;
   // Whole panels: `columns` is a multiple of the lanes.
   for (int64_t i = 0; i < columns; i += kLanes) {

@@ -1,0 +1,335 @@
+// Attention whose values may be parts of the keys, or narrower than they, with vector lanes along query rows,
+// by the products of paged_products.h.
+//
+// For each tile of keys, all panels of query rows (paged_panels.h) get their weights first; then the values are
+// arranged a few depths at a time, which stay in the L1 cache while every panel adds them. Sums stay in the
+// panels' layout, [depth, lanes], until all keys are done.
+#pragma once
+
+#include "cpu/kernels/paged_products.h"
+
+namespace ascend_vllm {
+namespace {
+
+// The keys and values of a sequence for one head.
+template <class T>
+struct AttendedRows {
+  const T* keys;  // rows of `key_width` elements
+  const T* values;
+  int64_t key_width, value_stride, value_width;
+  const int32_t*
+      table;  // block of 1 << block_shift rows that each such number of positions is in; null: all in one
+  int block_shift;
+
+  int64_t row(int64_t position) const {
+    if (table == nullptr) return position;
+    const int64_t size = int64_t{1} << block_shift;
+    return table[position >> block_shift] * size + (position & (size - 1));
+  }
+  const T* key(int64_t position) const { return keys + row(position) * key_width; }
+  const T* value(int64_t position) const { return values + row(position) * value_stride; }
+  // Positions of a tile that are contiguous in memory.
+  int64_t run() const { return table == nullptr ? kTileKeys : min_of(int64_t{1} << block_shift, kTileKeys); }
+};
+
+// Sums over some of the keys: out [depth, lanes] of each panel, and [lanes].
+struct LanesPart {
+  float *out, *max, *sum;
+
+  // A panel's width is that of one or two vectors, of at most 16 lanes.
+  static constexpr int64_t lanes(int64_t rows) { return (rows + 15) / 16 * 16; }
+  static constexpr int64_t floats(int64_t rows, int64_t width) { return lanes(rows) * (width + 2); }
+  static LanesPart at(float* memory, int64_t rows, int64_t width) {
+    return {memory, memory + lanes(rows) * width, memory + lanes(rows) * (width + 1)};
+  }
+};
+
+template <class T>
+class LatentLanes {
+  using Kind = KindOf<T>;
+  using Key = typename Kind::Key;
+  using Query = typename Kind::Query;
+  // Depths of values that are arranged at a time.
+  static constexpr int64_t kDepths = 32;
+  // Keys or depths whose accumulators fit the registers together with a panel's vectors.
+  template <int kVecs>
+  static constexpr int kBlock = kVecs == 1 || kLanes == 16 ? 8 : 4;
+
+ public:
+  static constexpr int64_t kMostRows = 128;
+
+  static constexpr int64_t scratch_floats(int64_t key_width) {
+    return kMaxLanes * key_width + kTileKeys * (key_width + kDepths + kPanelLanes + kMaxLanes) + kMaxLanes;
+  }
+
+  LatentLanes(const AttendedRows<T>& attended, const QueryRows& rows, float scale, float* scratch)
+      : attended_(attended), rows_(rows), scale_(scale) {
+    const auto take = [&scratch](int64_t floats) {
+      float* taken = scratch;
+      scratch += floats;
+      return taken;
+    };
+    scores_ = take(kTileKeys * kPanelLanes);
+    weights_ = reinterpret_cast<Query*>(take(kTileKeys * kMaxLanes));
+    values_ = reinterpret_cast<Key*>(take(kTileKeys * kDepths));
+    keys_ = reinterpret_cast<Key*>(take(kTileKeys * attended.key_width));
+    queries_ = reinterpret_cast<Query*>(take(kMaxLanes * attended.key_width));
+    rescale_ = take(kMaxLanes);
+  }
+
+  // query(row) is the first element of a row.
+  template <class RowOf>
+  void load_queries(const RowOf& query) {
+    constexpr int kPaired = Kind::kPaired;
+    const int64_t size = attended_.key_width;
+    for_panels(rows_.count(), [&](int64_t first, auto vecs) {
+      constexpr int kWidth = decltype(vecs)::value * kLanes;
+      Query* panel = queries_ + first * size;
+      for (int64_t lane = 0; lane < kWidth; ++lane) {
+        Query* to = panel + lane * kPaired;
+        if (first + lane >= rows_.count()) {
+          for (int64_t d = 0; d < size; d += kPaired)
+            __builtin_memset(to + d * kWidth, 0, kPaired * sizeof(Query));
+          continue;
+        }
+        const T* from = query(rows_.begin + first + lane);
+        if constexpr (std::is_same_v<T, Query>) {
+          for (int64_t d = 0; d < size; d += kPaired) {
+            __builtin_memcpy(to + d * kWidth, from + d, kPaired * sizeof(Query));
+          }
+        } else {
+          for (int64_t d = 0; d < size; ++d) to[d * kWidth] = to_float(from[d]);
+        }
+      }
+    });
+  }
+
+  // Attends to positions key_begin … key_end-1 that are visible to each row; key_begin is a multiple of
+  // kTileKeys.
+  void attend(int64_t key_begin, int64_t key_end, LanesPart part) {
+    const int64_t lanes = round_up(rows_.count(), kLanes), width = attended_.value_width;
+    fill(part.max, lanes, kNoMax);
+    fill(part.sum, lanes, 0.0f);
+    fill(part.out, lanes * width, 0.0f);
+    for (int64_t tile = key_begin; tile < key_end; tile += kTileKeys) {
+      const int64_t end = min_of(key_end - tile, kTileKeys);
+      const TileRows<Key> keys = tile_keys(tile, end);
+      for_panels(rows_.count(), [&](int64_t first, auto vecs) {
+        constexpr int kVecs = decltype(vecs)::value;
+        const int64_t high = seen_keys(rows_, first, kVecs * kLanes, tile, 0, end).high;
+        if (high > 0) score_panel<kVecs>(first, tile, high, key_end, keys, part);
+      });
+      for (int64_t depth = 0; depth < width; depth += kDepths) {
+        const int64_t depths = min_of(kDepths, width - depth);
+        int64_t base = 0;
+        const TileRows<Key> values = tile_values(tile, end, depth, depths, keys, base);
+        for_panels(rows_.count(), [&](int64_t first, auto vecs) {
+          constexpr int kVecs = decltype(vecs)::value, kCount = kBlock<kVecs>;
+          const int64_t high = seen_keys(rows_, first, kVecs * kLanes, tile, 0, end).high;
+          if (high <= 0) return;
+          float* out = part.out + first * width + depth * kVecs * kLanes;
+          for (int64_t d = 0; d < depths; d += kCount) {
+            add_values<Kind, kCount, kVecs>(values, weights_ + first * kTileKeys, 0, high, base + d,
+                                            rescale_ + first, out + d * kVecs * kLanes);
+          }
+        });
+      }
+    }
+  }
+
+  // total += part
+  void merge(LanesPart total, LanesPart part) const {
+    const int64_t width = attended_.value_width;
+    for_panels(rows_.count(), [&](int64_t first, auto vecs) {
+      constexpr int kVecs = decltype(vecs)::value;
+      for (int v = 0; v < kVecs; ++v) {
+        const int64_t lane = first + v * kLanes, at = first * width + v * kLanes;
+        const VecF before = load(total.max + lane), other = load(part.max + lane),
+                   greatest = max(before, other);
+        const VecF factor = exp2_negative(before - greatest), other_factor = exp2_negative(other - greatest);
+        store(total.max + lane, greatest);
+        store(total.sum + lane, load(total.sum + lane) * factor + load(part.sum + lane) * other_factor);
+        for (int64_t d = 0; d < width; ++d) {
+          float* to = total.out + at + d * kVecs * kLanes;
+          store(to, load(to) * factor + load(part.out + at + d * kVecs * kLanes) * other_factor);
+        }
+      }
+    });
+  }
+
+  // Writes the results; out(row) is where those of a row go.
+  template <class RowOf>
+  void write(LanesPart total, const RowOf& out) const {
+    const int64_t width = attended_.value_width;
+    constexpr int64_t kPart = 64;  // depths, so that the part stays in the L1 cache for all lanes
+    for_panels(rows_.count(), [&](int64_t first, auto vecs) {
+      constexpr int kWidth = decltype(vecs)::value * kLanes;
+      const float* panel = total.out + first * width;
+      const int64_t used = min_of(kWidth, rows_.count() - first);
+      for (int64_t begin = 0; begin < width; begin += kPart) {
+        const int64_t end = min_of(begin + kPart, width);
+        for (int64_t lane = 0; lane < used; ++lane) {
+          const float factor = 1.0f / total.sum[first + lane];
+          T* to = out(rows_.begin + first + lane);
+          alignas(64) float row[kPart];
+          for (int64_t d = begin; d < end; ++d) row[d - begin] = panel[d * kWidth + lane] * factor;
+          for_lanes(
+              end - begin, [&](int64_t i) { store(to + begin + i, load(row + i)); },
+              [&](int64_t i, int rest) { store_n(to + begin + i, load_n(row + i, rest), rest); });
+        }
+      }
+    });
+  }
+
+ private:
+  // The tile's keys: in place if the type matches, else converted.
+  TileRows<Key> tile_keys(int64_t tile, int64_t end) {
+    const int64_t size = attended_.key_width, run = attended_.run();
+    TileRows<Key> rows{{}, run, size};
+    // whole groups of 8 keys are scored, also invisible ones, whose scores are masked
+    for (int64_t n = 0; n < end; n += run) {
+      const T* from = attended_.key(tile + n);
+      if constexpr (std::is_same_v<T, Key>) {
+        rows.runs[n / run] = from;
+      } else {
+        rows.runs[n / run] = keys_ + n * size;
+        widen(from, keys_ + n * size, min_of(run, round_up(end, 8) - n) * size);
+      }
+    }
+    return rows;
+  }
+
+  // `depths` elements of the tile's values from `depth` on; they begin at element `base` of the rows returned.
+  // With Pairs they are copied as [kTileKeys / 2, depths, 2].
+  TileRows<Key> tile_values(int64_t tile, int64_t end, int64_t depth, int64_t depths, const TileRows<Key>& keys,
+                            int64_t& base) {
+    const int64_t run = attended_.run();
+    if constexpr (Kind::kPaired == 2) {
+      for (int64_t n = 0; n < end; n += 2) {
+        const T* from = attended_.value(tile + n) + depth;
+        Key* to = values_ + n * kDepths;
+        if (n + 1 < end && depths == kDepths) {
+          interleave<kDepths>(from, from + attended_.value_stride, to);
+        } else {
+          // memory beyond the keys in use may contain NaN, which a weight of zero would not mask
+          for (int64_t d = 0; d < depths; ++d) {
+            to[2 * d] = from[d];
+            to[2 * d + 1] = n + 1 < end ? from[attended_.value_stride + d] : Key{};
+          }
+        }
+      }
+      return {{values_}, kTileKeys, kDepths};
+    } else if constexpr (std::is_same_v<T, Key>) {
+      TileRows<Key> rows{{}, run, attended_.value_stride};
+      for (int64_t n = 0; n < end; n += run) rows.runs[n / run] = attended_.value(tile + n);
+      base = depth;
+      return rows;
+    } else {
+      if (attended_.values == attended_.keys) {
+        base = depth;
+        return keys;
+      }
+      for (int64_t n = 0; n < end; ++n) widen(attended_.value(tile + n) + depth, values_ + n * kDepths, depths);
+      return {{values_}, kTileKeys, kDepths};
+    }
+  }
+
+  template <int kCount>
+  static void interleave(const Key* first, const Key* second, Key* to) {
+    for (int d = 0; d < kCount; ++d) {
+      to[2 * d] = first[d];
+      to[2 * d + 1] = second[d];
+    }
+  }
+
+  static void widen(const T* from, float* to, int64_t n) {
+    for_lanes(
+        n, [&](int64_t i) { store(to + i, load(from + i)); },
+        [&](int64_t i, int rest) { store_n(to + i, load_n(from + i, rest), rest); });
+  }
+
+  // Makes the weights of keys 0 … high-1 of the tile for the panel whose first row is `first`.
+  template <int kVecs>
+  void score_panel(int64_t first, int64_t tile, int64_t high, int64_t key_end, const TileRows<Key>& keys,
+                   LanesPart part) {
+    constexpr int kCount = kBlock<kVecs>, kWidth = kVecs * kLanes;
+    const int64_t size = attended_.key_width;
+    const VecF scale = set1(scale_);
+    for (int64_t n = 0; n < high; n += kCount) {
+      if (first == 0) prefetch(tile + kTileKeys + n, kCount, key_end);
+      score_keys<Kind, kCount, kVecs>(keys.at(n), queries_ + first * size, size, scale, scores_ + n * kWidth);
+    }
+    hide<kWidth>(rows_, first, tile, 0, high, scores_);
+    weigh<kVecs>(first, high, part);
+  }
+
+  // Prefetches keys of the next tile into the L2 cache; blocks are scattered, so hardware prefetching does not
+  // find the next one. Always inline, see HeadBlocks.
+  [[gnu::always_inline]] void prefetch(int64_t position, int64_t count, int64_t key_end) const {
+    if (position >= key_end) return;
+    const T* from = attended_.key(position);
+    constexpr int64_t kLine = 64 / sizeof(T);
+    for (int64_t i = 0; i < count * attended_.key_width; i += kLine) __builtin_prefetch(from + i, 0, 2);
+  }
+
+  // Turns scores into weights; sets rescale_ to the factors for the earlier sums.
+  template <int kVecs>
+  void weigh(int64_t first, int64_t high, LanesPart part) {
+    constexpr int kWidth = kVecs * kLanes;
+    Query* weights = weights_ + first * kTileKeys;
+    VecF greatest[kVecs], sum[kVecs];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) greatest[v] = load(part.max + first + v * kLanes);
+    for (int64_t n = 0; n < high; ++n) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) greatest[v] = max(greatest[v], load(scores_ + n * kWidth + v * kLanes));
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) {
+      const int64_t lane = first + v * kLanes;
+      const VecF rescale = exp2_negative(load(part.max + lane) - greatest[v]);
+      store(rescale_ + lane, rescale);
+      store(part.max + lane, greatest[v]);
+      sum[v] = load(part.sum + lane) * rescale;
+    }
+    const auto weight_of = [&](int64_t n, int v) {
+      return exp2_negative(load(scores_ + n * kWidth + v * kLanes) - greatest[v]);
+    };
+    if constexpr (Kind::kPaired == 1) {
+      for (int64_t n = 0; n < high; ++n) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVecs; ++v) {
+          const VecF weight = weight_of(n, v);
+          store(weights + n * kWidth + v * kLanes, weight);
+          sum[v] = sum[v] + weight;
+        }
+      }
+    } else {
+      // keys come in pairs; one that is missing at the end gets the weight 0
+      if (high % 2 != 0) fill(scores_ + high * kWidth, kWidth, -__builtin_inff());
+      for (int64_t n = 0; n < high; n += 2) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVecs; ++v) {
+          const VecF weight = weight_of(n, v), next = weight_of(n + 1, v);
+          store_pairs(weights + n * kWidth + 2 * v * kLanes, weight, next);
+          sum[v] = sum[v] + weight + next;
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) store(part.sum + first + v * kLanes, sum[v]);
+  }
+
+  const AttendedRows<T>& attended_;
+  const QueryRows& rows_;
+  const float scale_;
+  float* scores_;   // [kTileKeys, panel lanes]
+  Query* weights_;  // panels of [keys, lanes]; with Pairs [keys / 2, lanes, 2]
+  Key* values_;     // [kTileKeys, kDepths]
+  Key* keys_;       // [kTileKeys, key_width]
+  Query* queries_;  // panels of [key_width, lanes]
+  float* rescale_;  // [kMaxLanes]
+};
+
+}  // namespace
+}  // namespace ascend_vllm

@@ -1,0 +1,217 @@
+"""What the ops of latent attention promise beyond agreeing with their references."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from ascend_vllm.ops import latent
+from ascend_vllm.ops.registry import FLOAT_DTYPES
+from ascend_vllm.ops.tape import Tapes
+
+HEADS, LATENT, ROTARY, NOPE, VALUE, BLOCK = 6, 48, 16, 24, 40, 16
+SCALE = (NOPE + ROTARY) ** -0.5
+
+
+class Layer:
+    """A layer's weights, and a step's queries and cache."""
+
+    def __init__(self, dtype: torch.dtype, rows: Sequence[tuple[int, int]]) -> None:
+        generator = torch.Generator().manual_seed(3)
+        shape = (HEADS, NOPE + VALUE, LATENT)
+        weight = (torch.randn(shape, generator=generator) / math.sqrt(LATENT)).to(dtype)
+        self.key_weight, self.value_weight = weight[:, :NOPE], weight[:, NOPE:]
+        self.absorb = latent.pack_heads(self.key_weight.transpose(1, 2))
+        self.keys, self.values = latent.pack_heads(self.key_weight), latent.pack_heads(self.value_weight)
+        self.query, self.cache, self.block_table, self.query_start, self.seq_lens = latent.make_latent_problem(
+            dtype,
+            rows,
+            num_heads=HEADS,
+            latent_width=LATENT,
+            rotary_width=ROTARY,
+            block_size=BLOCK,
+            query_width=NOPE + ROTARY,
+        )
+
+    @property
+    def step(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.block_table, self.query_start, self.seq_lens
+
+    def attended(self, max_query_len: int = 0) -> torch.Tensor:
+        """[T, N, L] by absorbed queries."""
+        query = latent.heads_linear(self.query, self.absorb, NOPE, LATENT)
+        result: torch.Tensor = latent.latent_attention(query, self.cache, *self.step, SCALE, LATENT, max_query_len)
+        return result
+
+    def absorbed(self, max_query_len: int = 0) -> torch.Tensor:
+        """[T, N, V] by absorbed queries."""
+        result: torch.Tensor = latent.heads_linear(self.attended(max_query_len), self.values, LATENT, VALUE)
+        return result
+
+    def expand(self, out: torch.Tensor, min_query_len: int = 0) -> torch.Tensor:
+        """The same by keys and values of heads."""
+        latent.expanded_attention(
+            self.query, self.cache, self.keys, self.values, *self.step, SCALE, min_query_len, out
+        )
+        return out
+
+    def row(self, row: int) -> Layer:
+        """The same with one row only."""
+        part = object.__new__(Layer)
+        part.__dict__.update(self.__dict__)
+        start, end = self.query_start[row : row + 2].tolist()
+        part.query = self.query[start:end]
+        part.block_table, part.seq_lens = self.block_table[row : row + 1], self.seq_lens[row : row + 1].clone()
+        part.query_start = torch.tensor([0, end - start], dtype=torch.int32)
+        return part
+
+    def plain(self, row: int) -> torch.Tensor:
+        """Attention of a row, by the formulas of the paper, in float64."""
+        start, end = self.query_start[row : row + 2].tolist()
+        length = int(self.seq_lens[row])
+        rows = self.cache[self.block_table[row, : -(-length // BLOCK)].long()].flatten(0, 1)[:length].double()
+        result = torch.empty(end - start, HEADS, VALUE, dtype=torch.float64)
+        for head in range(HEADS):
+            keys = torch.cat([rows[:, :LATENT] @ self.key_weight[head].double().T, rows[:, LATENT:]], dim=1)
+            values = rows[:, :LATENT] @ self.value_weight[head].double().T
+            for token in range(end - start):
+                seen = length - (end - start) + token + 1
+                scores = keys[:seen] @ self.query[start + token, head].double() * SCALE
+                result[token, head] = scores.softmax(0) @ values[:seen]
+        return result
+
+
+def test_both_forms_are_attention_to_keys_and_values_of_heads(isa: str) -> None:
+    rows = [(1, 1), (1, 70), (3, 600), (40, 90), (33, 33)]
+    layer = Layer(torch.float32, rows)
+    expected = torch.cat([layer.plain(row) for row in range(len(rows))]).float()
+    torch.testing.assert_close(layer.absorbed(), expected, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(layer.expand(torch.empty_like(expected)), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_rows_of_a_mixed_step_are_computed_by_one_form_each() -> None:
+    layer = Layer(torch.float32, [(1, 40), (30, 90), (4, 4), (5, 60)])
+    everything = layer.absorbed()
+    out = layer.absorbed(max_query_len=4)
+    assert not out[1:31].any()
+    assert not out[35:].any()
+    short = torch.tensor([0, *range(31, 35)])
+    assert torch.equal(out[short], everything[short])
+    layer.expand(out, min_query_len=5)
+    assert torch.equal(out[short], everything[short])
+    torch.testing.assert_close(out, everything, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_a_row_depends_on_nothing_but_itself(isa: str, dtype: torch.dtype) -> None:
+    rows = [(1, 5), (2, 1200), (1, 530), (40, 300), (1, 16)]
+    layer = Layer(dtype, rows)
+    out = torch.empty(len(layer.query), HEADS, VALUE, dtype=dtype)
+    together = layer.absorbed(), layer.expand(out)
+    starts = layer.query_start.tolist()
+    for row in range(len(rows)):
+        alone = layer.row(row)
+        span = slice(starts[row], starts[row + 1])
+        assert torch.equal(alone.absorbed(), together[0][span])
+        assert torch.equal(alone.expand(torch.empty_like(out[span])), together[1][span])
+
+
+def test_threads_change_nothing(isa: str) -> None:
+    layer = Layer(torch.bfloat16, [(1, 3000), (2, 900), (50, 700)])
+    query = latent.heads_linear(layer.query, layer.absorb, NOPE, LATENT)
+    arguments = (query, layer.cache, *layer.step, SCALE, LATENT, 0)
+    with_threads = torch.ops.ascend_vllm._latent_attention_with
+    torch.set_num_threads(3)
+    results = [with_threads(*arguments, threads) for threads in (1, 2, 3)]
+    out = torch.empty(len(query), HEADS, VALUE, dtype=torch.bfloat16)
+    expanded = layer.expand(out.clone())
+    torch.set_num_threads(1)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(layer.expand(out), expanded)
+
+
+def test_heads_that_do_not_fit_into_the_memory_come_later() -> None:
+    # keys and values of one head of 20,000 positions take 5 MB, and of all more than a thread may use
+    layer = Layer(torch.float32, [(2, 20_000)])
+    out = layer.expand(torch.empty(2, HEADS, VALUE))
+    torch.testing.assert_close(out, layer.absorbed(), atol=2e-5, rtol=1e-5)
+
+
+def test_a_prompt_may_be_cut_anywhere() -> None:
+    whole = Layer(torch.float32, [(90, 90)])
+    expected = whole.expand(torch.empty(90, HEADS, VALUE))
+    for cut in (1, 16, 37, 89):
+        for start, end in ((0, cut), (cut, 90)):
+            part = whole.row(0)
+            part.query, part.seq_lens = whole.query[start:end], torch.tensor([end], dtype=torch.int32)
+            part.query_start = torch.tensor([0, end - start], dtype=torch.int32)
+            for got in (part.absorbed(), part.expand(torch.empty(end - start, HEADS, VALUE))):
+                torch.testing.assert_close(got, expected[start:end], atol=2e-5, rtol=1e-5)
+
+
+def test_a_tape_follows_growing_rows() -> None:
+    layer = Layer(torch.float32, [(1, 700), (1, 40)])
+    lengths = layer.seq_lens.clone()
+    layer.seq_lens.copy_(torch.tensor([1, 2]))
+    tapes = Tapes()
+    recorded = tapes.record(0, layer.absorbed)
+    layer.seq_lens.copy_(lengths)
+    tapes.replay(0)
+    assert torch.equal(recorded, layer.absorbed())
+    layer.seq_lens[0] = 10_000
+    with pytest.raises(RuntimeError, match="row 0 of length 10000 needs 625 blocks, block_table has 45"):
+        tapes.replay(0)
+
+
+def _stored(positions: torch.Tensor, slots: torch.Tensor, **changes: Any) -> torch.Tensor:
+    """The cache after the arguments, with changes, were stored."""
+    tokens = len(positions)
+    arguments: dict[str, Any] = {
+        "positions": positions,
+        "query_rope": torch.ones(tokens, HEADS, ROTARY),
+        "latent": torch.full((tokens, LATENT + ROTARY), 2.0),
+        "weight": torch.full((LATENT,), 3.0),
+        "epsilon": 0.0,
+        "cos_sin_cache": torch.cat([torch.ones(50, ROTARY // 2), torch.zeros(50, ROTARY // 2)], dim=1),
+        "is_neox": False,
+        "cache": torch.zeros(3, BLOCK, LATENT + ROTARY),
+        "slot_mapping": slots,
+    }
+    arguments |= changes
+    latent.store_latent(**arguments)
+    cache: torch.Tensor = arguments["cache"]
+    return cache
+
+
+def test_a_stored_row_is_the_normalised_latent_and_the_rotated_key() -> None:
+    cache = _stored(torch.tensor([0, 4]), torch.tensor([17, -1]))
+    assert torch.equal(cache[1, 1], torch.cat([torch.full((LATENT,), 3.0), torch.full((ROTARY,), 2.0)]))
+    cache[1, 1] = 0
+    assert not cache.any()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    zero, one = torch.tensor([0]), torch.tensor([1])
+    with pytest.raises(IndexError, match="slot_mapping holds slot 48, the cache has 48"):
+        _stored(zero, torch.tensor([48]))
+    with pytest.raises(IndexError, match="position 50 is outside the rotary table of 50 positions"):
+        _stored(torch.tensor([50]), one)
+    with pytest.raises(RuntimeError, match=r"latent must be \[1, 64\], got \[1, 63\]"):
+        _stored(zero, one, latent=torch.ones(1, 63))
+    layer = Layer(torch.float32, [(1, 5)])
+    with pytest.raises(RuntimeError, match="not that of 6 Float weights of 24 inputs, of 40, and 60 outputs"):
+        latent.heads_linear(layer.query, layer.absorb, NOPE, 60)
+    query = latent.heads_linear(layer.query, layer.absorb, NOPE, LATENT)
+    with pytest.raises(RuntimeError, match="value_width must be a multiple of 8, got 12"):
+        latent.latent_attention(query, layer.cache, *layer.step, SCALE, 12)
+    with pytest.raises(RuntimeError, match="query has a width of 40 and values of 48, the cache's rows have 64"):
+        latent.latent_attention(layer.query, layer.cache, *layer.step, SCALE, LATENT)
+    with pytest.raises(RuntimeError, match="out must be a contiguous tensor"):
+        layer.expand(torch.empty(1, HEADS + 1, VALUE))
+    with pytest.raises(RuntimeError, match="not those of 6 heads with queries of 40 and values of 96"):
+        layer.expand(torch.empty(1, HEADS, 96))
