@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
+from typing import Any
 
 import httpx
 import psutil
@@ -86,13 +87,13 @@ def arrangements() -> dict[str, list[str]]:
     return {"one process": [], "mp": two, "ray": [*two, "--distributed-executor-backend", "ray"]}
 
 
-def arrangement_marks(name: str) -> list[pytest.MarkDecorator]:
-    """What a test of an arrangement is marked with.
+def arrangement_params() -> list[Any]:
+    """The names of `arrangements` as parameters: two workers with --all only.
 
-    Ray's workers differ from others in how they are reached, which tests/distributed/test_ray.py is about: what else
-    a server does with them is tested with --all only.
+    tests/distributed has their tokens, under mp and under Ray, with all features of the scheduler.
     """
-    return [pytest.mark.exhaustive] if name == "ray" else []
+    first, *others = arrangements()
+    return [pytest.param(first), *(pytest.param(name, marks=pytest.mark.exhaustive) for name in others)]
 
 
 # given to a server that may not listen yet

@@ -1,7 +1,7 @@
 """Compares our answers with the real vLLM's, request by request.
 
-What may differ stands in `differences.DIFFERENCES`, with a reason in docs/compatibility.md. What a model answers is
-asked of engines with two workers as well: they have the same answers.
+What may differ stands in `differences.DIFFERENCES`, with a reason in docs/compatibility.md. With --all what a model
+answers is asked of engines with two workers as well: they have the same answers, as tests/distributed says of tokens.
 """
 
 from __future__ import annotations
@@ -21,31 +21,23 @@ from tests.compat.differences import DIFFERENCES
 from tests.compat.exchange import exchange
 from tests.compat.requests_common import Case
 from tests.compat.servers import COMMON, MODEL, RECORDED, SERVERS, make_classifier, make_shareable
-from tests.server import OPENAI_SERVER, ROOT, arrangement_marks, arrangements, client_of_many, num_workers, running
+from tests.server import OPENAI_SERVER, ROOT, arrangement_params, arrangements, client_of_many, num_workers, running
 
 # more than enough to fill steps
 _NUM_AT_ONCE = 16
 # a guard
 _TIMEOUT_S = 180.0
-_MAIN, *_OTHERS = arrangements()
+_MAIN = next(iter(arrangements()))
 # refusals come from the API server and do not depend on workers
 _OF_THE_MODEL = {"tools": ("completions", "chat", "structured", "routes", "agents")}
-# what workers are asked for in all of these; the others differ in how the API server writes it
-_OF_THE_WORKERS = ("completions", "structured")
-
-
-def _marks(arrangement: str, table: str) -> list[pytest.MarkDecorator]:
-    is_repeated = arrangement != _MAIN and table not in _OF_THE_WORKERS
-    return arrangement_marks(arrangement) or [pytest.mark.exhaustive] * is_repeated
-
 
 _CASES = [
     pytest.param(
         *(arrangement, server, table, case),
         id=case.name if arrangement == _MAIN else f"{arrangement}-{case.name}",
-        marks=_marks(arrangement, table),
+        marks=marks,
     )
-    for arrangement in (_MAIN, *_OTHERS)
+    for arrangement, marks in ((param.values[0], param.marks) for param in arrangement_params())
     for server, spec in SERVERS.items()
     for table, cases in spec.tables.items()
     if arrangement == _MAIN or table in _OF_THE_MODEL.get(server, ())

@@ -17,6 +17,7 @@ import pytest
 
 from ascend_vllm import LLM, SamplingParams
 from ascend_vllm.errors import EngineDeadError, RequestError
+from ascend_vllm.sampling_params import BeamSearchParams
 from ascend_vllm.structured_outputs import StructuredOutputsParams
 from ascend_vllm.types.step import SchedulerOutput
 from tests.distributed import worker_functions
@@ -82,6 +83,15 @@ def test_logprobs_are_the_same(alone: LLM, shared: LLM) -> None:
                 assert values == pytest.approx(
                     {token: entry.logprob for token, entry in (other or {}).items()}, abs=1e-3
                 )
+
+
+def test_a_beam_search_is_the_same(alone: LLM, shared: LLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=10)
+    prompts = [{"prompt": prompt} for prompt in PROMPTS]
+    for got, expected in zip(shared.beam_search(prompts, params), alone.beam_search(prompts, params), strict=True):
+        assert [sequence.tokens for sequence in got.sequences] == [sequence.tokens for sequence in expected.sequences]
+        for ours, theirs in zip(got.sequences, expected.sequences, strict=True):
+            assert ours.cum_logprob == pytest.approx(theirs.cum_logprob, abs=1e-3)
 
 
 def test_no_rank_ever_has_another_token(shared: LLM) -> None:

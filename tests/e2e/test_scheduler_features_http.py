@@ -1,8 +1,9 @@
 """The scheduler's features as a user of a server meets them: flags on the command line, HTTP, /metrics.
 
 Every server answers like a plain one, which overlaps, shares, cuts and moves nothing; what /metrics and the streams
-tell shows that the features are at work. All models are tiny and in float32. Prefixes and chunks are shared and cut
-with two workers, too, under mp and under Ray: one scheduler is above them all.
+tell shows that the features are at work. All models are tiny and in float32. With --all prefixes and chunks are
+shared and cut with two workers, too, under mp and under Ray: one scheduler is above them all, and the tests of
+tests/distributed do the same without HTTP.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.beam_search_reference import reference_mode, reference_model
 from tests.server import (
     GENERATE_SERVER,
     OPENAI_SERVER,
-    arrangement_marks,
+    arrangement_params,
     arrangements,
     is_idle,
     metric,
@@ -59,13 +60,13 @@ def client_of(flags: list[str], model: str = "qwen2", env: dict[str, str] | None
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[httpx.Client]:
-    """Nothing is on, and no step is made while another one runs."""
+    """Nothing is on, and no step is made while another one runs; eight sequences at a time."""
     flags = ["--disable-async-output-proc", "--block-size", "16", "--num-gpu-blocks-override", "2048"]
-    with client_of([*LONG_FLAGS, *flags]) as client:
+    with client_of([*LONG_FLAGS, *flags, "--max-num-seqs", "8"]) as client:
         yield client
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=arrangement_marks(name)) for name in arrangements()])
+@pytest.fixture(scope="module", params=arrangement_params())
 def chunked(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     """Prefix cache and chunked prefill; a step computes 64 tokens at most."""
     flags = ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--block-size", "16"]
@@ -405,13 +406,6 @@ def test_a_sliding_window_keeps_few_blocks() -> None:
 # ---- room for others --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def narrow() -> Iterator[httpx.Client]:
-    """Eight sequences at a time."""
-    with client_of([*LONG_FLAGS, "--max-num-seqs", "8", "--num-gpu-blocks-override", "2048"]) as client:
-        yield client
-
-
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
@@ -421,16 +415,16 @@ def narrow() -> Iterator[httpx.Client]:
     ],
 )
 def test_a_request_of_many_sequences_lets_another_one_pass(
-    narrow: httpx.Client, path: str, fields: dict[str, Any]
+    plain: httpx.Client, path: str, fields: dict[str, Any]
 ) -> None:
     body = {"model": "tiny", "temperature": 1, "ignore_eos": True, "max_tokens": 400, **fields}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        large = pool.submit(narrow.post, path, json=body)
+        large = pool.submit(plain.post, path, json=body)
         # the first sequence, which may have ended by now, and six others
-        assert wait_until(lambda: metric(narrow, "num_requests_running") >= 6)
-        small = narrow.post("/v1/completions", json=GREEDY | {"prompt": "Hello", "max_tokens": 4})
+        assert wait_until(lambda: metric(plain, "num_requests_running") >= 6)
+        small = plain.post("/v1/completions", json=GREEDY | {"prompt": "Hello", "max_tokens": 4})
         assert small.status_code == 200
         # and five times as many sequences waited before it
-        assert not large.done() and metric(narrow, "num_requests_waiting") > 0
+        assert not large.done() and metric(plain, "num_requests_waiting") > 0
         answer = large.result()
     assert answer.status_code == 200 and len(answer.json()["choices"]) == 40, answer.text
