@@ -1,0 +1,570 @@
+"""Matrix products with weights in 8 or 4 bits, and with inputs in 8 bits.
+
+Letters: T tokens, K inputs, N outputs, P panels of 16 outputs, G groups of inputs.
+
+Codes of weights are packed in panels of 16 outputs and words of 32 bits: codes[p, u, n] holds consecutive inputs
+of output 16 * p + n, its i-th one at bit `bits * (i // 2) + 16 * (i % 2)`, so that one shift and one mask yield a
+pair of inputs as two 16-bit numbers. A weight is `(value(code) - zero) * scale`, with the scale and the zero of its
+output and its group of inputs.
+
+Inputs in 16 bits are multiplied as integers, see `quantized_linear`; those in float32 are multiplied in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ascend_vllm.ops.gemm import GATED_ACTIVATIONS, PANEL
+from ascend_vllm.ops.native import load_native_library
+from ascend_vllm.ops.registry import define_op
+from ascend_vllm.platforms.host_memory import weight_memory
+
+# name of a code → its bits; uint4 and uint8 are 0..15 and 0..255, float8_e4m3 is torch.float8_e4m3fn
+CODES = {"uint4": 4, "uint8": 8, "float8_e4m3": 8}
+# what weights of a code without zeros subtract
+MIDDLES = {"uint4": 8, "uint8": 128, "float8_e4m3": 0}
+# groups of inputs have a multiple of so many, unless there is only one
+GROUP_MULTIPLE = 16
+
+
+def _shifts(bits: int) -> torch.Tensor:
+    """Lowest bit of each input of a word."""
+    inputs = torch.arange(32 // bits)
+    return bits * (inputs // 2) + 16 * (inputs % 2)
+
+
+def _pack_inputs(_dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    # outputs, inputs: none; partial panels; incomplete words; more than a tile; first rows within a panel
+    shapes = [(0, 8), (1, 1), (16, 8), (17, 7), (33, 66), (40, 130), (300, 129)]
+    for seed, (outputs, inputs) in enumerate(shapes):
+        for bits in (4, 8):
+            generator = torch.Generator().manual_seed(seed)
+            values = torch.randint(2**bits, (outputs, 2 * inputs), generator=generator).to(torch.uint8)
+            values = values[:, :inputs] if seed % 2 else values[:, inputs:].contiguous()
+            first_row = 11 * (seed % 3)
+            words = -(-inputs // (32 // bits))
+            codes = torch.full((-(-(first_row + outputs) // PANEL), words, PANEL), 7, dtype=torch.int32)
+            yield values, codes, first_row, bits
+
+
+@define_op(inputs=_pack_inputs, mutates=("codes",), dtypes=(torch.float32,), tolerance=0.0, devices=())
+def pack_codes(values: torch.Tensor, codes: torch.Tensor, first_row: int, bits: int) -> None:
+    """Writes rows of codes into panels of 16 outputs.
+
+    Args:
+        values: [M, K] uint8, each below 2 ** bits; rows may be strided.
+        codes: [P, ceil(K * bits / 32), 16] int32; its other rows are unchanged. Inputs beyond K are set to zero.
+        first_row: index in it of the first row.
+        bits: 4 or 8.
+    """
+    words = codes.shape[1]
+    padded = torch.nn.functional.pad(values, (0, words * (32 // bits) - values.shape[1])).long()
+    packed = (padded.view(len(values), words, 32 // bits) << _shifts(bits)).sum(-1)
+    rows = torch.arange(first_row, first_row + len(values))
+    codes[rows // PANEL, :, rows % PANEL] = packed.to(torch.int32)  # the highest bit becomes the sign
+
+
+def unpack_codes(codes: torch.Tensor, in_features: int, out_features: int, bits: int) -> torch.Tensor:
+    """The codes [N, K] uint8 that `pack_codes` packed."""
+    words = codes.transpose(1, 2).flatten(0, 1)[:out_features, :, None]
+    inputs = torch.bitwise_right_shift(words, _shifts(bits).int())
+    return torch.bitwise_and(inputs, 2**bits - 1).flatten(1)[:, :in_features].to(torch.uint8)
+
+
+def dequantize(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    in_features: int,
+    out_features: int,
+    group_size: int,
+    code: str,
+) -> torch.Tensor:
+    """The weight [N, K], float32, or float64 for such scales; arguments as those of `quantized_linear`."""
+    wide = torch.promote_types(scales.dtype, torch.float32)
+    values = unpack_codes(codes, in_features, out_features, CODES[code])
+    numbers = values.view(torch.float8_e4m3fn).to(wide) if code == "float8_e4m3" else values.to(wide)
+    groups = torch.arange(in_features) // group_size
+
+    def of_inputs(panels: torch.Tensor) -> torch.Tensor:
+        return panels.transpose(1, 2).flatten(0, 1)[:out_features].to(wide)[:, groups]
+
+    zero = of_inputs(zeros) if zeros is not None else MIDDLES[code]
+    return (numbers - zero) * of_inputs(scales)
+
+
+class QuantizedPanels:
+    """A weight [N, K] in codes of 4 or 8 bits, packed for `quantized_linear`.
+
+    Rows are written while the checkpoint loads, any number at a time; no other copy of the weight is made.
+
+    Args:
+        out_features: N.
+        in_features: K.
+        group_size: inputs of a group; the last group may have fewer. A multiple of 16, or at least K.
+        code: one of CODES.
+        has_zeros: whether groups have zeros; else the zero is the middle of the code, MIDDLES.
+        scale_dtype: float32, float16 or bfloat16: which of them keeps the scales of the checkpoint exactly.
+
+    Attributes:
+        codes: [P, ceil(K * bits / 32), 16] int32.
+        scales: [P, G, 16], scale_dtype.
+        zeros: [P, G, 16] uint8, or None.
+
+    Raises:
+        ValueError: groups of that size are not possible.
+
+    Example::
+
+        panels = QuantizedPanels(32, 64, 32, "uint4")
+        panels.pack_rows(0, torch.randint(16, (32, 64), dtype=torch.uint8), torch.ones(32, 2))
+        panels(torch.randn(5, 64), None)      # [5, 32]
+    """
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        group_size: int,
+        code: str,
+        *,
+        has_zeros: bool = False,
+        scale_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        group_size = min(group_size, in_features)
+        if group_size < in_features and group_size % GROUP_MULTIPLE:
+            raise ValueError(f"groups must have a multiple of {GROUP_MULTIPLE} inputs, got {group_size}")
+        self.out_features = out_features
+        self.in_features = in_features
+        self.group_size = group_size
+        self.code = code
+        panels, groups = -(-out_features // PANEL), -(-in_features // group_size)
+        self.codes = weight_memory((panels, -(-in_features * CODES[code] // 32), PANEL), torch.int32)
+        self.scales = weight_memory((panels, groups, PANEL), scale_dtype)
+        self.zeros = weight_memory((panels, groups, PANEL), torch.uint8) if has_zeros else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that one product reads."""
+        parts = (self.codes, self.scales, self.zeros)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+    def pack_rows(
+        self, first_row: int, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None
+    ) -> None:
+        """Writes M rows from `first_row` on.
+
+        Args:
+            first_row: index of the first row.
+            values: [M, K] uint8 codes, or torch.float8_e4m3fn for that code; rows may be strided.
+            scales: [M, G] float.
+            zeros: [M, G], whole numbers in 0..255; None if the weight has none.
+        """
+        pack_codes(values.view(torch.uint8), self.codes, first_row, CODES[self.code])
+        rows = torch.arange(first_row, first_row + len(values))
+        self.scales[rows // PANEL, :, rows % PANEL] = scales.to(self.scales.dtype)
+        if self.zeros is not None and zeros is not None:
+            self.zeros[rows // PANEL, :, rows % PANEL] = zeros.to(torch.uint8)
+
+    def dequantized(self) -> torch.Tensor:
+        """The weight, [N, K] float32."""
+        sizes = (self.in_features, self.out_features, self.group_size)
+        return dequantize(self.codes, self.scales, self.zeros, *sizes, self.code)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x: [T, K] float; bias: [N] float32 or None. Returns [T, N]."""
+        sizes = (self.out_features, self.group_size)
+        result: torch.Tensor = quantized_linear(x, self.codes, self.scales, self.zeros, bias, *sizes, self.code)
+        return result
+
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
+        """x: [T, K]; bias: [N] float32 or None; activation: one of GATED_ACTIVATIONS. Returns [T, N/2]."""
+        if self.out_features % (2 * PANEL):
+            return GATED_ACTIVATIONS[activation](self(x, bias))
+        sizes = (self.out_features, self.group_size)
+        result: torch.Tensor = quantized_gated_linear(
+            x, self.codes, self.scales, self.zeros, bias, *sizes, self.code, activation
+        )
+        return result
+
+
+def _random_panels(
+    outputs: int, inputs: int, group_size: int, code: str, has_zeros: bool, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Codes, scales and zeros of a weight like that of a trained layer."""
+    generator = torch.Generator().manual_seed(seed)
+    scale_dtype = (torch.float32, torch.float16, torch.bfloat16)[seed % 3]
+    panels = QuantizedPanels(outputs, inputs, group_size, code, has_zeros=has_zeros, scale_dtype=scale_dtype)
+    shape = (outputs, panels.scales.shape[1])
+    top = 2 ** CODES[code]
+    if code == "float8_e4m3":
+        values = (torch.randn(outputs, inputs, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        size = 100.0
+    else:
+        values = torch.randint(top, (outputs, inputs), generator=generator).to(torch.uint8)
+        size = 0.3 * top
+    scales = (0.5 + torch.rand(shape, generator=generator)) / (size * math.sqrt(inputs))
+    zeros = torch.randint(top // 4, 3 * top // 4, shape, generator=generator) if has_zeros else None
+    panels.pack_rows(0, values, scales, zeros)
+    return panels.codes, panels.scales, panels.zeros
+
+
+def _linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    # rows, inputs, outputs, group: none; incomplete words; partial panels; every tile height; short last groups; many
+    # rows; wide
+    shapes = [(0, 8, 8, 8), (1, 1, 1, 1), (1, 7, 33, 7), (2, 64, 16, 32), (3, 65, 100, 16), (4, 96, 40, 64)]
+    shapes += [(5, 33, 17, 32), (6, 128, 96, 128), (7, 1100, 50, 1100), (8, 336, 65, 48), (13, 1040, 96, 128)]
+    shapes += [(100, 513, 80, 256), (193, 160, 130, 32), (1, 896, 2000, 128), (9, 512, 1001, 320)]
+    for seed, (rows, inputs, outputs, group_size) in enumerate(shapes):
+        generator = torch.Generator().manual_seed(seed)
+        bias = torch.randn(outputs, generator=generator) if seed % 2 else None
+        wide = torch.randn(rows, 3 * inputs, generator=generator).to(dtype)
+        x = wide[:, inputs : 2 * inputs] if seed % 3 == 0 else wide[:, :inputs].contiguous()
+        for code, has_zeros in (("uint4", False), ("uint4", True), ("uint8", seed % 2 == 0), ("float8_e4m3", False)):
+            yield (
+                x,
+                *_random_panels(outputs, inputs, group_size, code, has_zeros, seed),
+                bias,
+                outputs,
+                group_size,
+                code,
+            )
+
+
+def _linear(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_features: int,
+    group_size: int,
+    code: str,
+) -> torch.Tensor:
+    """Reference of the products below."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weight = dequantize(codes, scales, zeros, x.shape[1], out_features, group_size, code)
+    result = x.to(wide) @ weight.to(wide).T
+    if bias is not None:
+        result = result + bias.to(wide)
+    return result.to(x.dtype)
+
+
+@define_op(inputs=_linear_inputs, devices=(), recordable=True)
+def quantized_linear(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_features: int,
+    group_size: int,
+    code: str,
+) -> torch.Tensor:
+    """`x @ weight.T + bias` with a weight in codes.
+
+    The kernel of codes that are whole numbers rounds 16-bit inputs to 16-bit multiples of a scale, that of the
+    largest one among up to 128 inputs of a group: an error far below the rounding of the result. Products are then
+    exact in 32-bit integers, and the sums of groups are added in float32 in one fixed order. A row's result does not
+    depend on the other rows.
+
+    Args:
+        x: [T, K] float; rows may be strided.
+        codes: the weight [N, K], [P, ceil(K * bits / 32), 16] int32 as `QuantizedPanels` holds it.
+        scales: [P, G, 16] float32, float16 or bfloat16.
+        zeros: [P, G, 16] uint8, or None for the middle of the code; None for float8_e4m3.
+        bias: [N] float32, or None.
+        out_features: N.
+        group_size: inputs of a group, a multiple of 16 or K.
+        code: one of CODES.
+
+    Returns:
+        [T, N], contiguous, dtype of x.
+    """
+    return _linear(x, codes, scales, zeros, bias, out_features, group_size, code)
+
+
+def _gated_linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    # rows, inputs, half of the outputs, group
+    shapes = [(0, 8, 16, 8), (1, 7, 16, 7), (2, 64, 32, 32), (5, 33, 80, 16), (7, 1100, 48, 1100), (13, 96, 64, 48)]
+    shapes += [(49, 513, 80, 128), (193, 64, 128, 32), (1, 896, 2000, 128)]
+    for seed, (rows, inputs, width, group_size) in enumerate(shapes):
+        generator = torch.Generator().manual_seed(seed)
+        bias = torch.randn(2 * width, generator=generator) if seed % 2 else None
+        x = torch.randn(rows, 3 * inputs, generator=generator).to(dtype)[:, inputs : 2 * inputs]
+        for code in CODES:
+            panels = _random_panels(2 * width, inputs, group_size, code, code == "uint4" and seed % 2 == 1, seed)
+            yield x, *panels, bias, 2 * width, group_size, code, list(GATED_ACTIVATIONS)[seed % 3]
+
+
+def _gate(y: torch.Tensor, activation: str) -> torch.Tensor:
+    """Reference of the gated activations."""
+    gate, up = y.to(torch.promote_types(y.dtype, torch.float32)).chunk(2, dim=-1)
+    act = torch.nn.functional
+    gate = act.silu(gate) if activation == "silu" else act.gelu(gate, approximate=activation[5:] or "none")
+    return (gate * up).to(y.dtype)
+
+
+@define_op(inputs=_gated_linear_inputs, devices=(), recordable=True)
+def quantized_gated_linear(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_features: int,
+    group_size: int,
+    code: str,
+    activation: str,
+) -> torch.Tensor:
+    """`act(y[:, :I]) * y[:, I:]` of `y = x @ weight.T + bias`; the kernel never writes y to memory.
+
+    y is rounded to the dtype of x in between, so that the result equals that of the two separate ops.
+
+    Args:
+        x: [T, K] float; rows may be strided.
+        codes: the weight [2*I, K], as those of `quantized_linear`; so are scales and zeros.
+        scales: of the weight.
+        zeros: of the weight, or None.
+        bias: [2*I] float32, or None.
+        out_features: 2*I, a multiple of 32.
+        group_size: as above.
+        code: one of CODES.
+        activation: one of GATED_ACTIVATIONS.
+
+    Returns:
+        [T, I], contiguous, dtype of x.
+    """
+    return _gate(_linear(x, codes, scales, zeros, bias, out_features, group_size, code), activation)
+
+
+def _tokens_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for seed, (rows, inputs) in enumerate([(0, 8), (1, 1), (3, 7), (2, 64), (5, 130), (40, 897), (1, 4864)]):
+        x = torch.randn(rows, 2 * inputs, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (seed % 4 - 2)
+        if seed % 3 == 0:
+            x[:1] = 0.0
+        yield x.to(dtype)[:, inputs:], seed % 2 == 1
+        yield x.to(dtype)[:, inputs:] + 0.5, seed % 2 == 0
+
+
+@define_op(inputs=_tokens_inputs, tolerance=0.0, devices=(), recordable=True)
+def quantize_tokens(x: torch.Tensor, has_offset: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rounds each row to 8-bit multiples of its own scale; x is about `(q - offset) * scale`. Computed in float32.
+
+    Without offsets, the scale of a row is its largest absolute value / 127. With offsets, it is (largest - smallest
+    value) / 255, and the offset is round(-128 - smallest / scale); both as vLLM's int8 quantization of tokens.
+    Halves are rounded to even numbers. A row of zeros (with an offset: of equal values) has scale 0 and q 0.
+
+    Args:
+        x: [T, K] float; rows may be strided.
+        has_offset: whether rows have offsets; else they are zero.
+
+    Returns:
+        q [T, K] int8, scale [T] float32, offset [T] int32.
+    """
+    values = x.float()
+    if has_offset:
+        low, high = values.amin(1), values.amax(1)
+        scales = (high - low) / 255
+        offsets = torch.where(scales > 0, torch.round(-128 - low / scales), 0.0)
+    else:
+        scales = values.abs().amax(1) / 127
+        offsets = torch.zeros_like(scales)
+    q = torch.where(scales[:, None] > 0, torch.round(values / scales[:, None]) + offsets[:, None], 0.0)
+    return q.clamp(-128, 127).to(torch.int8), scales, offsets.to(torch.int32)
+
+
+def _static_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for seed, (x, _) in enumerate(_tokens_inputs(dtype)):
+        yield x, 0.013 * (1 + seed), 7 * (seed % 3)
+
+
+@define_op(inputs=_static_inputs, tolerance=0.0, devices=(), recordable=True)
+def quantize_static(x: torch.Tensor, scale: float, offset: int) -> torch.Tensor:
+    """`clamp(round(x / scale) + offset, -128, 127)`, computed in float32; halves are rounded to even numbers.
+
+    Args:
+        x: [T, K] float; rows may be strided.
+        scale: of all rows, above 0.
+        offset: of all rows.
+
+    Returns:
+        [T, K] int8.
+    """
+    q = torch.round(x.float() / torch.tensor(scale, dtype=torch.float32)) + offset
+    return q.clamp(-128, 127).to(torch.int8)
+
+
+class Int8Panels(QuantizedPanels):
+    """A weight [N, K] in 8-bit whole numbers with one scale per output, packed for `int8_linear`.
+
+    Args:
+        out_features: N.
+        in_features: K.
+
+    Attributes:
+        sums: [N] int32, sums of each row's numbers, for inputs with offsets.
+    """
+
+    def __init__(self, out_features: int, in_features: int) -> None:
+        super().__init__(out_features, in_features, in_features, "uint8")
+        self.sums = torch.zeros(out_features, dtype=torch.int32)
+
+    def pack_int8_rows(self, first_row: int, values: torch.Tensor, scales: torch.Tensor) -> None:
+        """Writes M rows from `first_row` on; values: [M, K] int8; scales: [M] float32."""
+        self.pack_rows(first_row, values.view(torch.uint8) ^ 128, scales[:, None])
+        self.sums[first_row : first_row + len(values)] = values.sum(1, dtype=torch.int32)
+
+    def product(
+        self,
+        q: torch.Tensor,
+        q_scales: torch.Tensor,
+        q_offsets: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """`int8_linear` with this weight."""
+        sums = self.sums if q_offsets is not None else None
+        result: torch.Tensor = int8_linear(
+            q, q_scales, q_offsets, self.codes, self.scales, sums, bias, self.out_features, dtype
+        )
+        return result
+
+    def gated_product(
+        self,
+        q: torch.Tensor,
+        q_scales: torch.Tensor,
+        q_offsets: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        activation: str,
+    ) -> torch.Tensor:
+        """`int8_gated_linear` with this weight."""
+        if self.out_features % (2 * PANEL):
+            return GATED_ACTIVATIONS[activation](self.product(q, q_scales, q_offsets, bias, dtype))
+        sums = self.sums if q_offsets is not None else None
+        result: torch.Tensor = int8_gated_linear(
+            q, q_scales, q_offsets, self.codes, self.scales, sums, bias, self.out_features, dtype, activation
+        )
+        return result
+
+
+def _int8_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    # rows, inputs, outputs
+    shapes = [(0, 8, 8), (1, 1, 1), (1, 7, 33), (2, 64, 16), (3, 65, 100), (4, 10, 40), (5, 33, 17), (6, 128, 96)]
+    shapes += [(7, 1100, 50), (13, 96, 65), (100, 513, 80), (193, 40, 130), (1, 896, 2000), (9, 512, 1001)]
+    for seed, (rows, inputs, outputs) in enumerate(shapes):
+        generator = torch.Generator().manual_seed(seed)
+        q = torch.randint(-128, 128, (rows, inputs), generator=generator).to(torch.int8)
+        if seed % 4 == 1:
+            q[:] = -128
+        weight = torch.randint(-128, 128, (outputs, inputs), generator=generator).to(torch.int8)
+        panels = Int8Panels(outputs, inputs)
+        panels.pack_int8_rows(0, weight, (0.5 + torch.rand(outputs, generator=generator)) / (74 * math.sqrt(inputs)))
+        q_scales = (0.5 + torch.rand(rows, generator=generator)) / 74
+        offsets = torch.randint(-128, 128, (rows,), generator=generator).int() if seed % 3 == 1 else None
+        sums = None if offsets is None else panels.sums
+        bias = torch.randn(outputs, generator=generator) if seed % 2 else None
+        yield q, q_scales, offsets, panels.codes, panels.scales, sums, bias, outputs, dtype
+
+
+def _int8(
+    q: torch.Tensor,
+    q_scales: torch.Tensor,
+    q_offsets: torch.Tensor | None,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    sums: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_features: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Reference of the products below; the result has the dtype of q_scales if that is wider than float32."""
+    wide = q_scales.dtype
+    weight = unpack_codes(codes, q.shape[1], out_features, 8).double() - 128
+    # exact: sums of whole numbers below 2^53
+    total = q.double() @ weight.T
+    if q_offsets is not None and sums is not None:
+        total -= q_offsets.double()[:, None] * sums.double()
+    output_scales = scales.transpose(1, 2).reshape(-1)[:out_features].to(wide)
+    result = total.to(wide) * (q_scales[:, None] * output_scales)
+    if bias is not None:
+        result = result + bias.to(wide)
+    return result.to(dtype if wide == torch.float32 else wide)
+
+
+@define_op(inputs=_int8_inputs, devices=(), recordable=True)
+def int8_linear(
+    q: torch.Tensor,
+    q_scales: torch.Tensor,
+    q_offsets: torch.Tensor | None,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    sums: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_features: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`((q - q_offsets) @ weight.T) * q_scales * scales + bias` of 8-bit numbers; sums are exact in 32 bits.
+
+    Args:
+        q: [T, K] int8, contiguous; K is at most 65536.
+        q_scales: [T] float32.
+        q_offsets: [T] int32, or None.
+        codes: the weight [N, K], [P, ceil(K / 4), 16] int32: its numbers + 128, as `Int8Panels` holds them.
+        scales: [P, 1, 16] float32.
+        sums: [N] int32, sums of the weight's rows; None without q_offsets.
+        bias: [N] float32, or None.
+        out_features: N.
+        dtype: of the result: float32, float16 or bfloat16.
+
+    Returns:
+        [T, N], contiguous.
+    """
+    return _int8(q, q_scales, q_offsets, codes, scales, sums, bias, out_features, dtype)
+
+
+def _int8_gated_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for seed, (q, q_scales, offsets, codes, scales, sums, bias, outputs, _) in enumerate(_int8_inputs(dtype)):
+        if outputs % (2 * PANEL) == 0:
+            yield q, q_scales, offsets, codes, scales, sums, bias, outputs, dtype, list(GATED_ACTIVATIONS)[seed % 3]
+
+
+@define_op(inputs=_int8_gated_inputs, devices=(), recordable=True)
+def int8_gated_linear(
+    q: torch.Tensor,
+    q_scales: torch.Tensor,
+    q_offsets: torch.Tensor | None,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    sums: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_features: int,
+    dtype: torch.dtype,
+    activation: str,
+) -> torch.Tensor:
+    """`act(y[:, :I]) * y[:, I:]` of the y that `int8_linear` returns.
+
+    Args:
+        q: [T, K] int8; this and the following ones as those of `int8_linear`.
+        q_scales: of the rows.
+        q_offsets: of the rows, or None.
+        codes: the weight [2*I, K].
+        scales: of the weight.
+        sums: of the weight's rows, or None.
+        bias: [2*I] float32, or None.
+        out_features: 2*I, a multiple of 32.
+        dtype: of the result.
+        activation: one of GATED_ACTIVATIONS.
+
+    Returns:
+        [T, I], contiguous.
+    """
+    return _gate(_int8(q, q_scales, q_offsets, codes, scales, sums, bias, out_features, dtype), activation)
+
+
+load_native_library()
