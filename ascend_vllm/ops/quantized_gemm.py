@@ -111,6 +111,8 @@ class QuantizedPanels:
         scale_dtype: float32, float16 or bfloat16: which of them keeps the scales of the checkpoint exactly.
 
     Attributes:
+        order: [K] int32, which column of x is the weight's k-th input, for weights whose inputs were sorted by group;
+            None at first, which means that they are in order.
         codes: [P, ceil(K * bits / 32), 16] int32.
         scales: [P, G, 16], scale_dtype.
         zeros: [P, G, 16] uint8, or None.
@@ -146,6 +148,7 @@ class QuantizedPanels:
         self.codes = weight_memory((panels, -(-in_features * CODES[code] // 32), PANEL), torch.int32)
         self.scales = weight_memory((panels, groups, PANEL), scale_dtype)
         self.zeros = weight_memory((panels, groups, PANEL), torch.uint8) if has_zeros else None
+        self.order: torch.Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -177,19 +180,18 @@ class QuantizedPanels:
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x: [T, K] float; bias: [N] float32 or None. Returns [T, N]."""
-        sizes = (self.out_features, self.group_size)
-        result: torch.Tensor = quantized_linear(x, self.codes, self.scales, self.zeros, bias, *sizes, self.code)
+        result: torch.Tensor = quantized_linear(x, *self._arguments(bias))
         return result
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
         """x: [T, K]; bias: [N] float32 or None; activation: one of GATED_ACTIVATIONS. Returns [T, N/2]."""
         if self.out_features % (2 * PANEL):
             return GATED_ACTIVATIONS[activation](self(x, bias))
-        sizes = (self.out_features, self.group_size)
-        result: torch.Tensor = quantized_gated_linear(
-            x, self.codes, self.scales, self.zeros, bias, *sizes, self.code, activation
-        )
+        result: torch.Tensor = quantized_gated_linear(x, *self._arguments(bias), activation)
         return result
+
+    def _arguments(self, bias: torch.Tensor | None) -> tuple[Any, ...]:
+        return self.codes, self.scales, self.zeros, bias, self.order, self.out_features, self.group_size, self.code
 
 
 def _random_panels(
@@ -224,15 +226,10 @@ def _linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         bias = torch.randn(outputs, generator=generator) if seed % 2 else None
         wide = torch.randn(rows, 3 * inputs, generator=generator).to(dtype)
         x = wide[:, inputs : 2 * inputs] if seed % 3 == 0 else wide[:, :inputs].contiguous()
+        order = torch.randperm(inputs, generator=generator).int() if seed % 5 == 4 else None
         for code, has_zeros in (("uint4", False), ("uint4", True), ("uint8", seed % 2 == 0), ("float8_e4m3", False)):
-            yield (
-                x,
-                *_random_panels(outputs, inputs, group_size, code, has_zeros, seed),
-                bias,
-                outputs,
-                group_size,
-                code,
-            )
+            panels = _random_panels(outputs, inputs, group_size, code, has_zeros, seed)
+            yield x, *panels, bias, order, outputs, group_size, code
 
 
 def _linear(
@@ -241,6 +238,7 @@ def _linear(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     bias: torch.Tensor | None,
+    order: torch.Tensor | None,
     out_features: int,
     group_size: int,
     code: str,
@@ -248,7 +246,8 @@ def _linear(
     """Reference of the products below."""
     wide = torch.promote_types(x.dtype, torch.float32)
     weight = dequantize(codes, scales, zeros, x.shape[1], out_features, group_size, code)
-    result = x.to(wide) @ weight.to(wide).T
+    inputs = x if order is None else x[:, order.long()]
+    result = inputs.to(wide) @ weight.to(wide).T
     if bias is not None:
         result = result + bias.to(wide)
     return result.to(x.dtype)
@@ -261,6 +260,7 @@ def quantized_linear(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     bias: torch.Tensor | None,
+    order: torch.Tensor | None,
     out_features: int,
     group_size: int,
     code: str,
@@ -278,6 +278,7 @@ def quantized_linear(
         scales: [P, G, 16] float32, float16 or bfloat16.
         zeros: [P, G, 16] uint8, or None for the middle of the code; None for float8_e4m3.
         bias: [N] float32, or None.
+        order: [K] int32, which column of x is the weight's k-th input; None: they are in order.
         out_features: N.
         group_size: inputs of a group, a multiple of 16 or K.
         code: one of CODES.
@@ -285,7 +286,7 @@ def quantized_linear(
     Returns:
         [T, N], contiguous, dtype of x.
     """
-    return _linear(x, codes, scales, zeros, bias, out_features, group_size, code)
+    return _linear(x, codes, scales, zeros, bias, order, out_features, group_size, code)
 
 
 def _gated_linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
@@ -298,7 +299,7 @@ def _gated_linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         x = torch.randn(rows, 3 * inputs, generator=generator).to(dtype)[:, inputs : 2 * inputs]
         for code in CODES:
             panels = _random_panels(2 * width, inputs, group_size, code, code == "uint4" and seed % 2 == 1, seed)
-            yield x, *panels, bias, 2 * width, group_size, code, list(GATED_ACTIVATIONS)[seed % 3]
+            yield x, *panels, bias, None, 2 * width, group_size, code, list(GATED_ACTIVATIONS)[seed % 3]
 
 
 def _gate(y: torch.Tensor, activation: str) -> torch.Tensor:
@@ -316,6 +317,7 @@ def quantized_gated_linear(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     bias: torch.Tensor | None,
+    order: torch.Tensor | None,
     out_features: int,
     group_size: int,
     code: str,
@@ -331,6 +333,7 @@ def quantized_gated_linear(
         scales: of the weight.
         zeros: of the weight, or None.
         bias: [2*I] float32, or None.
+        order: of the inputs, or None.
         out_features: 2*I, a multiple of 32.
         group_size: as above.
         code: one of CODES.
@@ -339,7 +342,7 @@ def quantized_gated_linear(
     Returns:
         [T, I], contiguous, dtype of x.
     """
-    return _gate(_linear(x, codes, scales, zeros, bias, out_features, group_size, code), activation)
+    return _gate(_linear(x, codes, scales, zeros, bias, order, out_features, group_size, code), activation)
 
 
 def _tokens_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
@@ -356,8 +359,9 @@ def quantize_tokens(x: torch.Tensor, has_offset: bool) -> tuple[torch.Tensor, to
     """Rounds each row to 8-bit multiples of its own scale; x is about `(q - offset) * scale`. Computed in float32.
 
     Without offsets, the scale of a row is its largest absolute value / 127. With offsets, it is (largest - smallest
-    value) / 255, and the offset is round(-128 - smallest / scale); both as vLLM's int8 quantization of tokens.
-    Halves are rounded to even numbers. A row of zeros (with an offset: of equal values) has scale 0 and q 0.
+    value) / 255, both taken of the row and 0, and the offset is round(-128 - smallest / scale); as vLLM's int8
+    quantization of tokens and compressed-tensors' range. Halves are rounded to even numbers. A row of zeros has scale
+    0 and q 0.
 
     Args:
         x: [T, K] float; rows may be strided.
@@ -368,7 +372,7 @@ def quantize_tokens(x: torch.Tensor, has_offset: bool) -> tuple[torch.Tensor, to
     """
     values = x.float()
     if has_offset:
-        low, high = values.amin(1), values.amax(1)
+        low, high = values.amin(1).clamp(max=0), values.amax(1).clamp(min=0)
         scales = (high - low) / 255
         offsets = torch.where(scales > 0, torch.round(-128 - low / scales), 0.0)
     else:
@@ -384,7 +388,7 @@ def _static_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
 
 
 @define_op(inputs=_static_inputs, tolerance=0.0, devices=(), recordable=True)
-def quantize_static(x: torch.Tensor, scale: float, offset: int) -> torch.Tensor:
+def quantize_static(x: torch.Tensor, scale: float, offset: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`clamp(round(x / scale) + offset, -128, 127)`, computed in float32; halves are rounded to even numbers.
 
     Args:
@@ -393,10 +397,12 @@ def quantize_static(x: torch.Tensor, scale: float, offset: int) -> torch.Tensor:
         offset: of all rows.
 
     Returns:
-        [T, K] int8.
+        As `quantize_tokens`: q [T, K] int8, scale [T] float32, offset [T] int32.
     """
-    q = torch.round(x.float() / torch.tensor(scale, dtype=torch.float32)) + offset
-    return q.clamp(-128, 127).to(torch.int8)
+    scales = torch.full((len(x),), scale, dtype=torch.float32, device=x.device)
+    q = torch.round(x.float() / scales[:, None]) + offset
+    offsets = torch.full((len(x),), offset, dtype=torch.int32, device=x.device)
+    return q.clamp(-128, 127).to(torch.int8), scales, offsets
 
 
 class Int8Panels(QuantizedPanels):
