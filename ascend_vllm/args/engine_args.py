@@ -20,6 +20,7 @@ from ascend_vllm.args.parser import (
     fields_from_namespace,
     length,
 )
+from ascend_vllm.args.quantization_files import check_quantization
 from ascend_vllm.args.structured import structured_outputs_config
 from ascend_vllm.args.tables.engine import EngineFlags
 from ascend_vllm.args.tables.server import FrontendArgs, GenerateServerArgs
@@ -128,6 +129,7 @@ class EngineArgs(EngineFlags):
             rope_scaling=self.rope_scaling,
             rope_theta=self.rope_theta,
         )
+        check_quantization(self.quantization, hf_config["quantization_config"])
         arch = ArchConfig.from_hf(hf_config, self.quantization)
         is_auto = max_model_len == AUTO_LENGTH
         longest = limits.resolve_max_model_len(

@@ -14,12 +14,14 @@ from typing import Any
 
 import psutil
 
+from ascend_vllm.args.quantization_files import check_quantization, stated_quantization
 from ascend_vllm.args.tables.engine import EngineFlags
 from ascend_vllm.config.arch import FULL_ATTENTION, SLIDING_ATTENTION, rope_by_kind, stated_window
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.config.hf_defaults import SUPPORTED
 from ascend_vllm.config.model import DTYPE_BYTES
-from ascend_vllm.errors import ConfigError, ModelLoadError
+from ascend_vllm.config.quantization import ADVICE, scheme_target
+from ascend_vllm.errors import ConfigError, ModelLoadError, UnsupportedFlagError
 from ascend_vllm.model_files import read_json, shown
 
 # more than any model has; `check_size` compares with the machine's memory
@@ -35,6 +37,8 @@ _MAX_INT = (1 << 63) - 1
 # Incomplete weight files are reported where they are opened. Only a model that is far too large is refused before
 # that, since memory would be allocated for it.
 _SLACK = 4
+# the least bits of a quantized weight are 2, and every dtype has at least 16
+_QUANTIZED_SLACK = 4 * 16 // 2
 _SMALL_BYTES = 1 << 30
 # upper bound of an NPU's memory, above that of any today
 _NPU_BYTES = 256 << 30
@@ -323,7 +327,8 @@ def check_size(config: EngineConfig, hf_config: Mapping[str, Any], weight_bytes:
     finding = f"{model.model}/config.json: {stated} mean {declared} parameters or more"
     if config.load.load_format != "dummy":
         # every dtype has at least two bytes
-        if weight_bytes and 2 * declared > max(_SLACK * weight_bytes, _SMALL_BYTES):
+        slack = _SLACK if model.arch.quantization is None else _QUANTIZED_SLACK
+        if weight_bytes and 2 * declared > max(slack * weight_bytes, _SMALL_BYTES):
             raise ModelLoadError(
                 f"{finding}, but the weight files beside it hold {weight_bytes} bytes: it is another model's, or "
                 "they are not complete"
@@ -380,13 +385,11 @@ def check_flags(args: EngineFlags) -> None:
             f"Total number of attention heads ({heads}) must be divisible by tensor parallel size "
             f"({args.tensor_parallel_size})."
         )
-    quantized = config.get("quantization_config")
-    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
-    if args.quantization is not None and method is not None and method != args.quantization:
-        raise ConfigError(
-            f"Quantization method specified in the model config ({method}) does not match the quantization method "
-            f"specified in the `quantization` argument ({args.quantization})."
-        )
+    if args.quantization is not None:
+        directory = pathlib.Path(args.model).expanduser()
+        check_quantization(args.quantization, stated_quantization(directory, config))
+        if args.quantization in ADVICE and scheme_target(args.quantization) is None:
+            raise UnsupportedFlagError(f"--quantization {args.quantization}", ADVICE[args.quantization])
     needs_no_window = (
         not args.use_v2_block_manager and args.enable_chunked_prefill and not args.disable_sliding_window
     )

@@ -20,6 +20,39 @@ ENTRY_POINT_GROUP = "ascend_vllm.quantization"
 
 # format → "module:Class" of its `QuantScheme` (layers/quantization/base.py), imported when a model is loaded
 SCHEMES: dict[str, str] = {}
+# --quantization → other names in checkpoints that it agrees with
+CONFIRMS: dict[str, tuple[str, ...]] = {
+    "smoothquant": ("smooth_quant",),
+    "smooth_quant": ("smoothquant",),
+    "weight_only_int8": ("compressed-tensors", "int8_per_channel_weight_only"),
+}
+
+_CONVERT = "serve the unquantised model, or its AWQ, GPTQ or compressed-tensors checkpoint"
+# format that is not read → what to do instead
+ADVICE: dict[str, str] = {
+    "aqlm": _CONVERT,
+    "auto-round": "export it again in AutoRound's format auto_gptq or auto_awq",
+    "awq_marlin": "its layout is of GPUs; AWQ checkpoints are served as --quantization awq, or without the flag",
+    "bitsandbytes": _CONVERT,
+    "deepspeedfp": _CONVERT,
+    "eetq": _CONVERT,
+    "exl2": _CONVERT,
+    "exl3": _CONVERT,
+    "experts_int8": _CONVERT,
+    "gguf": "a GGUF file is for llama.cpp; serve the model's directory in Hugging Face layout",
+    "gptq_marlin": "its layout is of GPUs; GPTQ checkpoints are served as --quantization gptq, or without the flag",
+    "gptq_marlin_24": _CONVERT,
+    "hqq": _CONVERT,
+    "ipex": "AWQ and GPTQ checkpoints are served as --quantization awq and gptq, or without the flag",
+    "marlin": "its layout is of GPUs; serve the GPTQ checkpoint that it was made from",
+    "modelopt": _CONVERT,
+    "mxfp4": _CONVERT,
+    "neuron_quant": _CONVERT,
+    "qqq": _CONVERT,
+    "quark": _CONVERT,
+    "torchao": _CONVERT,
+    "tpu_int8": "--quantization weight_only_int8 makes 8-bit weights while loading",
+}
 
 
 class QuantizationConfig(msgspec.Struct, frozen=True):
@@ -27,7 +60,8 @@ class QuantizationConfig(msgspec.Struct, frozen=True):
 
     Attributes:
         method: name of the format, by config.json (`quant_method`) or --quantization; None: neither names one.
-        parameters: all of config.json's `quantization_config`.
+        parameters: what the checkpoint says of it: config.json's `quantization_config`, or a file beside it
+            (`args/quantization_files.py`).
     """
 
     method: str | None

@@ -115,7 +115,10 @@ def test_quantization_that_contradicts_the_checkpoint(tmp_path: pathlib.Path) ->
         "Quantization method specified in the model config (gptq) does not match the quantization method specified "
         "in the `quantization` argument (awq)."
     )
-    assert error_of(tmp_path, CONFIG, {"quantization": "awq"}).startswith("--quantization awq is not supported")
+    assert error_of(tmp_path, CONFIG, {"quantization": "bitsandbytes"}) == (
+        "--quantization bitsandbytes is not supported: serve the unquantised model, or its AWQ, GPTQ or "
+        "compressed-tensors checkpoint"
+    )
 
 
 def test_sliding_windows_and_chunked_prefill(tmp_path: pathlib.Path) -> None:

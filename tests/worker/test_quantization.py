@@ -194,7 +194,7 @@ def package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-format\nVersion: 1.0\n")
     names = {
         toy.METHOD: toy.TARGET,
-        "awq": toy.TARGET,
+        "qqq": toy.TARGET,
         "lost": "tests.toy_quantization:Lost",
         "number": "builtins:str",
     }
@@ -220,10 +220,10 @@ def test_a_package_brings_a_format(tmp_path: pathlib.Path, monkeypatch: pytest.M
     _set_quantization(quantized, None)
     assert texts(quantized, quantization=toy.METHOD) == expected
     _set_quantization(quantized, {"bits": 8})
-    assert texts(quantized, quantization="awq") == expected
+    assert texts(quantized, quantization="qqq") == expected
     monkeypatch.setenv("VLLM_PLUGINS", "other")
-    with pytest.raises(UnsupportedFlagError, match="--quantization awq is not supported"):
-        texts(quantized, quantization="awq")
+    with pytest.raises(UnsupportedFlagError, match="--quantization qqq is not supported"):
+        texts(quantized, quantization="qqq")
     with pytest.raises(ConfigError, match=r"Unknown quantization method: toy\. Must be one of"):
         texts(quantized, quantization=toy.METHOD)
 
@@ -243,8 +243,9 @@ def test_the_command_line_takes_a_packages_format(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("declared", "words"),
     [
-        ({"quant_method": "gptq"}, "config.json has a quantization_config, which is not supported"),
-        ({"bits": 4}, "config.json has a quantization_config, which is not supported"),
+        ({"quant_method": "hqq"}, "quantization 'hqq' is not supported: serve the unquantised model, or its AWQ"),
+        ({"quant_method": "unheard"}, "quantization 'unheard' is not supported; supported are"),
+        ({"bits": 4}, "its quantization_config has no quant_method; name the format with --quantization"),
         ({"quant_method": "lost"}, "quantization 'lost': cannot import tests.toy_quantization:Lost"),
         ({"quant_method": "number"}, "quantization 'number': builtins:str is no QuantScheme"),
         ({"quant_method": toy.METHOD, "computes": "never"}, "quantization_config says computes 'never'"),

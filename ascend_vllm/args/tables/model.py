@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 from ascend_vllm.args.fields import flag
 from ascend_vllm.config import quantization
 
-_NO_QUANTIZATION = "quantised weights are not available in this version; serve the unquantised checkpoint"
-
 QUANTIZATIONS = (
     "aqlm",
     "awq",
@@ -33,6 +31,8 @@ QUANTIZATIONS = (
     "smoothquant",
     "smooth_quant",
     "weight_only_int8",
+    "int8_per_channel_weight_only",
+    "ascend",
     "None",
 )
 
@@ -270,10 +270,10 @@ class LoadArgs:
     )
     quantization: str | None = flag(
         None,
-        "How the weights are quantised, for example awq or smoothquant. Without it config.json decides.",
+        "How the weights are quantised, for example awq or smoothquant. Without it the model's files decide.",
         choices=QUANTIZATIONS,
         short=("-q",),
-        unsupported=_NO_QUANTIZATION,
+        unsupported="weights in this format are not read; serve the unquantised checkpoint",
         allowed=tuple(quantization.SCHEMES),
         entry_points=quantization.ENTRY_POINT_GROUP,
     )
@@ -286,5 +286,5 @@ class LoadArgs:
         None,
         "The name or directory of a QLoRA adapter to load on top of a quantised model.",
         kind="str",
-        unsupported=_NO_QUANTIZATION,
+        unsupported="adapters are not available in this version",
     )

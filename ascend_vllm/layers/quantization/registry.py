@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ascend_vllm import plugins
-from ascend_vllm.config.quantization import QuantizationConfig, scheme_target
+from ascend_vllm.config.quantization import ADVICE, SCHEMES, QuantizationConfig, scheme_target
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.quantization.base import QuantScheme
 
@@ -18,9 +18,17 @@ def make_scheme(model: str, config: QuantizationConfig) -> QuantScheme:
     Raises:
         ModelLoadError: no scheme supports the format or its parameters, or its class cannot be imported.
     """
+    if config.method is None:
+        raise ModelLoadError(
+            f"{model}: its quantization_config has no quant_method; name the format with --quantization"
+        )
     target = scheme_target(config.method)
     if target is None:
-        raise ModelLoadError(f"{model}: config.json has a quantization_config, which is not supported")
+        advice = ADVICE.get(config.method)
+        if advice is None:
+            names = ", ".join(sorted(SCHEMES))
+            raise ModelLoadError(f"{model}: quantization {config.method!r} is not supported; supported are {names}")
+        raise ModelLoadError(f"{model}: quantization {config.method!r} is not supported: {advice}")
     try:
         scheme_class = plugins.import_object(target)
     except (ImportError, AttributeError) as error:
