@@ -241,7 +241,8 @@ transformers.utils.logging.disable_progress_bar()
 
 
 @functools.cache
-def _root() -> pathlib.Path:
+def tiny_root() -> pathlib.Path:
+    """A directory that goes away with the process."""
     root = pathlib.Path(tempfile.mkdtemp(prefix="ascend_vllm_tiny_models_"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     return root
@@ -250,7 +251,7 @@ def _root() -> pathlib.Path:
 @functools.cache
 def tiny_model(name: str, dtype: str = "float32") -> str:
     """Directory of one of `TINY_MODELS`, its weights in the given dtype. Do not write to it."""
-    directory = _root() / f"{name}-{dtype}"
+    directory = tiny_root() / f"{name}-{dtype}"
     if name in _ARRANGEMENTS:
         source, arrangement = _ARRANGEMENTS[name]
         _rearrange(pathlib.Path(tiny_model(source, dtype)), directory, arrangement)

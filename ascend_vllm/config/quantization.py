@@ -17,9 +17,13 @@ import msgspec
 from ascend_vllm import plugins
 
 ENTRY_POINT_GROUP = "ascend_vllm.quantization"
+_FORMATS = "ascend_vllm.layers.quantization"
 
 # format → "module:Class" of its `QuantScheme` (layers/quantization/base.py), imported when a model is loaded
-SCHEMES: dict[str, str] = {}
+SCHEMES: dict[str, str] = {
+    "awq": f"{_FORMATS}.awq:AwqScheme",
+    "gptq": f"{_FORMATS}.gptq:GptqScheme",
+}
 # --quantization → other names in checkpoints that it agrees with
 CONFIRMS: dict[str, tuple[str, ...]] = {
     "smoothquant": ("smooth_quant",),

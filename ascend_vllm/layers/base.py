@@ -22,7 +22,7 @@ class Target(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Floating-point tensors are converted to it; integer tensors must have it in the checkpoint."""
+        """Floating-point tensors are converted to it; integers and 8-bit floats must have it in the checkpoint."""
 
     def copy_(self, source: torch.Tensor, /) -> object:
         """Stores the part."""

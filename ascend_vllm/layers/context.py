@@ -25,7 +25,9 @@ class BuildContext:
         collectives: of the tensor-parallel group.
         quant: chooses the quantization method of each layer.
         step_state: where layers declare step state.
-        checkpoint_shapes: of the checkpoint's tensors, by the model's names, for layers with several layouts.
+        checkpoint_shapes: of the checkpoint's tensors, by the model's names, for layers with several layouts; empty
+            if weights are random.
+        checkpoint_dtypes: of those of them whose dtype can be loaded.
 
     Example:
         >>> BuildContext(torch.float32, torch.device("cpu")).parallel.tp_size
@@ -39,3 +41,4 @@ class BuildContext:
     quant: QuantScheme = dataclasses.field(default_factory=UnquantizedScheme)
     step_state: StepState = dataclasses.field(default_factory=lambda: StepState(0, 0, torch.device("cpu")))
     checkpoint_shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    checkpoint_dtypes: Mapping[str, torch.dtype] = dataclasses.field(default_factory=dict)

@@ -52,6 +52,9 @@ class Linear(Layer):
         self.in_features = self.in_shard.size
         self.output_sizes = [output.shard.size for output in self.outputs]
         self.out_features = sum(self.output_sizes)
+        self.checkpoint_shapes = context.checkpoint_shapes
+        self.checkpoint_dtypes = context.checkpoint_dtypes
+        self.has_bias = bias
         # [out] in the model's dtype, or None
         self.bias: torch.Tensor | None = None
         self._method = context.quant.method_for(self)

@@ -27,6 +27,8 @@ from ascend_vllm.model_files import check_file, is_there, one_line, read_json, s
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt")
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# 8 bits: loaded as they are, for formats of quantized weights
+_BYTES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 _INTEGERS = {"U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
 
 # the header of a safetensors file starts with its length in 8 bytes, and may have at most this many
@@ -132,7 +134,7 @@ class SafetensorsFile(WeightFile):
             raise self.corrupt(f"tensor {name} has the shape {shown(shape)}")
         if not isinstance(dtype_name, str):
             raise self.corrupt(f"tensor {name} has the dtype {shown(dtype_name)}")
-        dtype = _FLOATS.get(dtype_name) or _INTEGERS.get(dtype_name)
+        dtype = _FLOATS.get(dtype_name) or _INTEGERS.get(dtype_name) or _BYTES.get(dtype_name)
         if dtype is not None:
             self.dtypes[name] = dtype
         if dtype_name not in _FLOATS:

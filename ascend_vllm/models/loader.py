@@ -57,14 +57,22 @@ def load_model(model_config: ModelConfig, load_config: LoadConfig, context: Buil
         context = dataclasses.replace(context, quant=make_scheme(model_config.model, quantization))
     model_class = resolve_model_class(model_config.architecture)
     files = _open_files(model_config.model, load_config)
-    shapes = {model_class.checkpoint_name(name): shape for file in files for name, shape in file.shapes.items()}
-    context = dataclasses.replace(context, checkpoint_shapes=shapes)
+    context = dataclasses.replace(
+        context,
+        checkpoint_shapes={
+            model_class.checkpoint_name(name): shape for file in files for name, shape in file.shapes.items()
+        },
+        checkpoint_dtypes={
+            model_class.checkpoint_name(name): dtype for file in files for name, dtype in file.dtypes.items()
+        },
+    )
     with torch.no_grad():
         model = _build(model_class, model_config, context)
         unfilled = _Unfilled(model)
         if load_config.load_format == "dummy":
             _fill_randomly(unfilled, model_config.seed)
         else:
+            model.ignored_weights = (*model.ignored_weights, *context.quant.ignored_weights)
             _check_contents(model_config, model, files, unfilled.slots)
             _fill_from_files(model, files, unfilled, load_config.use_tqdm)
         unfilled.finish()
@@ -144,8 +152,8 @@ def _fill_randomly(unfilled: _Unfilled, seed: int) -> None:
         elif len(shape) > 1:
             # a random stream per tensor, so that values do not depend on the order of layers
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            values = torch.empty(shape, dtype=dtype)
-            values.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator)
+            values = torch.empty(shape, dtype=dtype if dtype.itemsize > 1 else torch.float32)
+            values = values.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE, generator=generator).to(dtype)
         else:
             values = torch.full(shape, 0.0 if name.endswith(".bias") else 1.0)
         unfilled.fill(name, values)
@@ -181,9 +189,10 @@ def _check_tensor(file: WeightFile, name: str, shape: tuple[int, ...], slot: Wei
             f"{file.path}: tensor {name} has shape {list(shape)}, but config.json asks for {list(slot.shape)}"
         )
     wanted, found = slot.target.dtype, file.dtypes.get(name)
-    if name in file.odd_dtypes and (found is None or wanted.is_floating_point):
+    is_converted = wanted.is_floating_point and wanted.itemsize > 1
+    if name in file.odd_dtypes and (found is None or is_converted):
         raise ModelLoadError(f"{file.path}: tensor {name} has dtype {file.odd_dtypes[name]}, which is not supported")
-    if not wanted.is_floating_point and found != wanted:
+    if not is_converted and found != wanted:
         raise ModelLoadError(f"{file.path}: tensor {name} has dtype {found}, but the model wants {wanted}")
 
 
@@ -224,7 +233,10 @@ def _check_values(file: WeightFile, name: str, values: torch.Tensor) -> None:
         name: of the tensor.
         values: the part of it that a slot has read.
     """
-    if values.numel() == 0 or not values.is_floating_point() or all(map(math.isfinite, _extremes(values))):
+    if values.numel() == 0 or not values.is_floating_point():
+        return
+    # there is no order of 8-bit floats
+    if all(map(math.isfinite, _extremes(values.half() if values.itemsize == 1 else values))):
         return
     finding = f"{file.path}: tensor {name} has values that are not finite (NaN or infinity)"
     if not name.endswith("embed_tokens.weight"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -61,7 +62,10 @@ class LinearLayer(Protocol):
         in_shard: the columns that this rank holds.
         in_features: number of the columns that this rank holds.
         out_features: rows of all outputs that this rank holds.
+        has_bias: whether there will be a bias; only the first of the ranks that share the inputs adds it.
         bias: [out_features] in `dtype`, or None.
+        checkpoint_shapes: of the checkpoint's tensors, see `BuildContext`.
+        checkpoint_dtypes: their dtypes.
     """
 
     prefix: str
@@ -73,7 +77,10 @@ class LinearLayer(Protocol):
     in_shard: Shard
     in_features: int
     out_features: int
+    has_bias: bool
     bias: torch.Tensor | None
+    checkpoint_shapes: Mapping[str, tuple[int, ...]]
+    checkpoint_dtypes: Mapping[str, torch.dtype]
 
 
 class ActivationQuant(abc.ABC):
@@ -143,7 +150,12 @@ class QuantScheme(abc.ABC):
 
     A class in the table of formats (config/quantization.py) is called with the checkpoint's `QuantizationConfig`. It
     raises `ModelLoadError`, then or in `method_for`, for unsupported parameters.
+
+    Attributes:
+        ignored_weights: tensors of the format that no layer needs, as regular expressions over whole names.
     """
+
+    ignored_weights: tuple[str, ...] = ()
 
     @abc.abstractmethod
     def method_for(self, layer: LinearLayer) -> QuantMethod:

@@ -1,0 +1,160 @@
+"""Writes a tiny model in formats of quantized weights, by what is public of each, without the code that reads them.
+
+Beside each quantized checkpoint is an unquantized one of the weights that it means, in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.tiny_models import VOCAB_SIZE, draw_weights, save_tokenizer, tiny_root
+
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS = 128, 192, 4, 2
+_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# the tensors of one matrix by suffix, and the weight that they mean
+Written = tuple[dict[str, torch.Tensor], torch.Tensor]
+# name of a matrix, its weight [N, K] float32 → what is written of it
+Writer = Callable[[str, torch.Tensor], Written]
+
+
+@functools.cache
+def float_model() -> pathlib.Path:
+    """A Llama with biases behind q, k and v whose sizes groups of 32 and 64 divide. Do not write to it."""
+    directory = tiny_root() / "quantizable"
+    config = transformers.Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=2,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    draw_weights(model, seed=20)
+    model.save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+def write(
+    directory: pathlib.Path,
+    writer: Writer,
+    declared: dict[str, Any] | None,
+    *,
+    only: Callable[[str], bool] = lambda _: True,
+    head: bool = False,
+    more: dict[str, torch.Tensor] | None = None,
+) -> tuple[str, str]:
+    """Directories of the quantized checkpoint and of what it means.
+
+    Args:
+        directory: where they are made.
+        writer: of one matrix.
+        declared: config.json's `quantization_config`.
+        only: which of the linear layers are quantized.
+        head: whether the LM head is, too.
+        more: further tensors of the quantized checkpoint.
+    """
+    quantized, meant = directory / "quantized", directory / "meant"
+    for path in (quantized, meant):
+        shutil.copytree(float_model(), path)
+    weights = load_file(meant / "model.safetensors")
+    tensors: dict[str, torch.Tensor] = dict(more or {})
+    for name, weight in weights.items():
+        stem = name.removesuffix(".weight")
+        is_linear = stem.rpartition(".")[2] in _LINEARS and name != stem and only(stem)
+        if not is_linear and not (head and stem == "lm_head"):
+            tensors[name] = weight
+            continue
+        parts, weights[name] = writer(stem, weight)
+        tensors |= {f"{stem}.{suffix}": part.contiguous() for suffix, part in parts.items()}
+    save_file(tensors, quantized / "model.safetensors", metadata={"format": "pt"})
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, meant / "model.safetensors")
+    config = json.loads((quantized / "config.json").read_text())
+    if declared is not None:
+        config["quantization_config"] = declared
+    (quantized / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    return str(quantized), str(meant)
+
+
+def _pack(values: np.ndarray[Any, Any], bits: int) -> torch.Tensor:
+    """values [R, C] → int32 [R, C * bits / 32]: each row is a stream of bits, the first value's lowest bit first."""
+    stream = (values[:, :, None] >> np.arange(bits) & 1).reshape(len(values), -1)
+    padded = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32))).astype(np.uint8)
+    return torch.from_numpy(np.packbits(padded, axis=1, bitorder="little").view(np.int32))
+
+
+def _affine(weight: torch.Tensor, bits: int, *, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [N, G, g], scales [N, G] float16 and zeros [N, G] of a weight [N, G, g]."""
+    top = 2**bits - 1
+    if symmetric:
+        scales = (weight.abs().amax(2) * 2 / top).half()
+        zeros = torch.full_like(scales, 2 ** (bits - 1)).int()
+    else:
+        low, high = weight.amin(2).clamp_max(0), weight.amax(2).clamp_min(0)
+        scales = ((high - low) / top).half()
+        # v1 of GPTQ cannot store a zero of 0
+        zeros = (-low / scales.float()).round().clamp(1, top).int()
+    codes = (weight / scales[:, :, None].float()).round() + zeros[:, :, None]
+    return codes.clamp(0, top).int(), scales, zeros
+
+
+def _meant(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """[N, K] float32."""
+    return ((codes - zeros[:, :, None]) * scales[:, :, None].float()).flatten(1)
+
+
+def awq(group_size: int) -> Writer:
+    """AutoAWQ's gemm layout."""
+
+    def writer(_name: str, weight: torch.Tensor) -> Written:
+        grouped = weight.unflatten(1, (-1, weight.shape[1] if group_size == -1 else group_size))
+        codes, scales, zeros = _affine(grouped, 4, symmetric=False)
+
+        def pack(values: torch.Tensor) -> torch.Tensor:
+            # nibble i of word c is output 8c + [0, 2, 4, 6, 1, 3, 5, 7][i]
+            order = [8 * word + i for word in range(values.shape[1] // 8) for i in (0, 2, 4, 6, 1, 3, 5, 7)]
+            return _pack(values[:, order].numpy(), 4)
+
+        tensors = {"qweight": pack(codes.flatten(1).T), "qzeros": pack(zeros.T), "scales": scales.T}
+        return tensors, _meant(codes, scales, zeros)
+
+    return writer
+
+
+def gptq(bits: int, group_size: int, *, symmetric: bool, order: str = "", is_v2: bool = False) -> Writer:
+    """AutoGPTQ's layout; `order` is "" (no g_idx), "plain" or "act" (by a random order that q, k, v share)."""
+
+    def writer(name: str, weight: torch.Tensor) -> Written:
+        size = weight.shape[1] if group_size == -1 else group_size
+        places = torch.arange(weight.shape[1])
+        if order == "act":
+            seed = sum(map(ord, name.rpartition(".")[0])) + weight.shape[1]
+            places = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(seed))
+        codes, scales, zeros = _affine(weight[:, places].unflatten(1, (-1, size)), bits, symmetric=symmetric)
+        back = places.argsort()
+        stored = zeros if is_v2 else zeros - 1
+        tensors = {
+            "qweight": _pack(codes.flatten(1)[:, back].numpy(), bits).T,
+            "qzeros": _pack(stored.T.numpy(), bits),
+            "scales": scales.T,
+        }
+        if order:
+            tensors["g_idx"] = (back // size).int()
+        return tensors, _meant(codes, scales, zeros)[:, back]
+
+    return writer
