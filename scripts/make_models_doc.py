@@ -33,7 +33,6 @@ or device whose memory is larger than that.
 TRANSFORMERS = "transformers"
 PLAIN = "plain model"
 YES = "yes"
-NO_EXPERTS = "no: mixtures of experts"
 NO_CAPS = "no: soft caps of attention scores"
 NO_ALIBI = "7B: yes; 13B: no, ALiBi"
 
@@ -70,14 +69,14 @@ ROWS = {
     "DeepseekV2ForCausalLM": Row(
         "DeepSeek-V2-Lite 16B, DeepSeek-V2, V2.5 and Coder-V2 236B",
         TRANSFORMERS,
-        NO_EXPERTS,
+        YES,
         "latent attention: the KV cache has kv_lora_rank + qk_rope_head_dim numbers of a token in a layer, on every "
         "worker. `norm_topk_prob` is without effect",
     ),
     "DeepseekV3ForCausalLM": Row(
         "DeepSeek-V3, V3.1, R1 671B",
         TRANSFORMERS,
-        NO_EXPERTS,
+        YES,
         "latent attention as in V2; checkpoints in fp8 are refused; the layer that predicts a second token is not "
         "loaded",
     ),
@@ -99,7 +98,7 @@ ROWS = {
         "MiniCPM 1B, 2B", PLAIN, YES, "mixtures of experts, `sparse_config` and MiniCPM 3 are refused"
     ),
     "MistralForCausalLM": Row("Mistral 7B, Nemo 12B, Small 24B", TRANSFORMERS),
-    "MixtralForCausalLM": Row("Mixtral 8x7B, 8x22B", TRANSFORMERS, NO_EXPERTS),
+    "MixtralForCausalLM": Row("Mixtral 8x7B, 8x22B", TRANSFORMERS),
     "OPTForCausalLM": Row("OPT 125M to 66B", TRANSFORMERS),
     "Phi3ForCausalLM": Row(
         "Phi-3 mini, medium, Phi-3.5 mini, Phi-4, Phi-4 mini",
@@ -116,12 +115,10 @@ ROWS = {
     ),
     "Qwen2ForCausalLM": Row("Qwen1.5, Qwen2, Qwen2.5 0.5B to 72B, QwQ", TRANSFORMERS),
     "Qwen2MoeForCausalLM": Row(
-        "Qwen1.5-MoE A2.7B, Qwen2 57B-A14B", TRANSFORMERS, NO_EXPERTS, "`use_sliding_window` is refused"
+        "Qwen1.5-MoE A2.7B, Qwen2 57B-A14B", TRANSFORMERS, YES, "`use_sliding_window` is refused"
     ),
     "Qwen3ForCausalLM": Row("Qwen3 0.6B to 32B", TRANSFORMERS),
-    "Qwen3MoeForCausalLM": Row(
-        "Qwen3 30B-A3B, 235B-A22B", TRANSFORMERS, NO_EXPERTS, "`use_sliding_window` is refused"
-    ),
+    "Qwen3MoeForCausalLM": Row("Qwen3 30B-A3B, 235B-A22B", TRANSFORMERS, YES, "`use_sliding_window` is refused"),
     "Starcoder2ForCausalLM": Row("StarCoder2 3B, 7B, 15B", TRANSFORMERS),
     "XverseForCausalLM": Row("XVERSE 7B, 13B, 65B", "LlamaForCausalLM, which it equals"),
 }

@@ -83,6 +83,14 @@ def _deepseek(rope: dict[str, Any] | None = None, **options: Any) -> dict[str, A
     return _COMMON | sizes | options
 
 
+_WIDTHS: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
 # name of a checkpoint → its config
 _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama": _llama,
@@ -167,6 +175,15 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         shared_expert_intermediate_size=56,
         mlp_only_layers=[0],
     ),
+    # quickly compiled
+    "qwen2-moe-64": lambda: transformers.Qwen2MoeConfig(
+        **_GATED | {"num_hidden_layers": 1},
+        head_dim=64,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=56,
+    ),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
         **_GATED,
         head_dim=32,
@@ -202,6 +219,22 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
             topk_group=2,
         )
     ),
+    # of the widths of published models, which NPUs have operators for
+    "deepseek-v2-512": lambda: transformers.DeepseekV2Config(
+        **_deepseek(
+            **_WIDTHS,
+            q_lora_rank=None,
+            n_routed_experts=16,
+            num_experts_per_tok=3,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=4.0,
+        )
+    ),
+    "deepseek-v3-512": lambda: transformers.DeepseekV3Config(
+        **_deepseek(**_WIDTHS, q_lora_rank=40, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2)
+    ),
     "opt": lambda: transformers.OPTConfig(**_COMMON, ffn_dim=112),
     "opt-post-norm": lambda: transformers.OPTConfig(
         **_COMMON, ffn_dim=112, do_layer_norm_before=False, word_embed_proj_dim=32
@@ -223,7 +256,9 @@ _ARRANGEMENTS = {
     "llama-bin-sharded": ("llama", "bin-sharded"),
 }
 
-TINY_MODELS = (*_CONFIGS, *_ARRANGEMENTS)
+# others repeat these with widths that NPUs have operators for
+_OF_NPUS = ("deepseek-v2-512", "deepseek-v3-512", "qwen2-moe-64")
+TINY_MODELS = (*(name for name in _CONFIGS if name not in _OF_NPUS), *_ARRANGEMENTS)
 # one of each family
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "opt")
 
@@ -250,7 +285,7 @@ def tiny_root() -> pathlib.Path:
 
 @functools.cache
 def tiny_model(name: str, dtype: str = "float32") -> str:
-    """Directory of one of `TINY_MODELS`, its weights in the given dtype. Do not write to it."""
+    """Directory of a checkpoint above, its weights in the given dtype. Do not write to it."""
     directory = tiny_root() / f"{name}-{dtype}"
     if name in _ARRANGEMENTS:
         source, arrangement = _ARRANGEMENTS[name]

@@ -14,8 +14,7 @@ from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.base import Layer, Target, WeightSlot
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.quantization.unquantized import UnquantizedScheme
-from ascend_vllm.ops.experts import experts_mlp, gated_rows, packed_stack, route_tokens
-from ascend_vllm.ops.gemm import PackedRows
+from ascend_vllm.ops.experts import ExpertStack, route_tokens
 
 # names of gate, up and down in an expert
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
@@ -28,7 +27,7 @@ class _Transposed:
         target: [out, in].
     """
 
-    def __init__(self, target: PackedRows) -> None:
+    def __init__(self, target: Target) -> None:
         self._target = target
         self.shape = (target.shape[1], target.shape[0])
         self.dtype = target.dtype
@@ -39,7 +38,7 @@ class _Transposed:
 
 
 class Experts(Layer):
-    """The experts' weights, packed while they are loaded, and the choice of experts.
+    """The experts' weights, stored for the device while they are loaded, and the choice of experts.
 
     Checkpoints have a matrix per expert, or all of them in `gate_up_proj` and `down_proj`, with outputs or inputs
     first. Tensor parallelism splits the inside of each expert; with `ParallelContext.expert_parallel` a rank holds
@@ -53,14 +52,12 @@ class Experts(Layer):
         activation: one of GATED_ACTIVATIONS.
 
     Raises:
-        ModelLoadError: the device or the format of the checkpoint's weights has no experts, or there are too few.
+        ModelLoadError: the format of the checkpoint's weights has no experts, or there are too few.
     """
 
     def __init__(
         self, context: BuildContext, prefix: str, experts: ExpertsConfig, hidden_size: int, activation: str
     ) -> None:
-        if context.device.type != "cpu":
-            raise ModelLoadError("mixtures of experts run on CPUs only in this version")
         if experts.count % experts.num_groups or experts.num_chosen_groups > experts.num_groups:
             raise ModelLoadError(
                 f"config.json: a token cannot use {experts.num_chosen_groups} (topk_group) of {experts.num_groups} "
@@ -79,9 +76,8 @@ class Experts(Layer):
         parallel = context.parallel
         self._own = parallel.experts(experts.count)
         self._inner = parallel.inside_of_experts(experts.intermediate_size)
-        gate_up_rows = 2 * gated_rows(self._inner.size)
-        self._gate_up = packed_stack(self._own.size, gate_up_rows, hidden_size, context.dtype)
-        self._down = packed_stack(self._own.size, hidden_size, self._inner.size, context.dtype)
+        sizes = (experts.count, self._own.start, self._own.size, hidden_size, self._inner.size)
+        self._stack = ExpertStack(*sizes, context.dtype, context.device)
         self._hidden_size = hidden_size
         self._slots = self._stacked_slots(context, prefix) or self._single_slots(prefix)
 
@@ -90,8 +86,9 @@ class Experts(Layer):
         return self._slots
 
     def after_load(self) -> None:
-        """Forgets where the weights came from."""
+        """Converts the weights to the device's format."""
         self._slots = []
+        self._stack.finish()
 
     def forward(
         self,
@@ -124,20 +121,8 @@ class Experts(Layer):
             config.num_chosen_groups,
             config.scale,
         )
-        result = experts_mlp(
-            x, ids, weights, self._gate_up, self._down, self._activation, self._own.start, shared, shared_gate
-        )
+        result = self._stack(x, ids, weights, self._activation, shared, shared_gate)
         return self._collectives.all_reduce(result)
-
-    def _targets(self, index: int) -> tuple[PackedRows, PackedRows, PackedRows]:
-        """Gate, up and down of one of this rank's experts."""
-        inner, hidden = self._inner.size, self._hidden_size
-        gate_up = self._gate_up[index]
-        return (
-            PackedRows(gate_up, 0, (inner, hidden)),
-            PackedRows(gate_up, gated_rows(inner), (inner, hidden)),
-            PackedRows(self._down[index], 0, (hidden, inner)),
-        )
 
     def _single_slots(self, prefix: str) -> list[WeightSlot]:
         """Slots of matrices per expert. Those of other ranks' experts take nothing of them."""
@@ -149,7 +134,7 @@ class Experts(Layer):
             index = expert - self._own.start
             targets: Sequence[Target] = [torch.empty(0, columns) for _, columns in shapes]
             if 0 <= index < self._own.size:
-                targets = self._targets(index)
+                targets = self._stack.targets(index)
             for name, shape, target, first in zip(_MATRICES, shapes, targets, starts, strict=True):
                 slots.append(WeightSlot(f"{prefix}.{expert}.{name}.weight", shape, target, first))
         return slots
@@ -169,7 +154,7 @@ class Experts(Layer):
         for index in range(self._own.size):
             shapes, starts = (gate_up_shape, gate_up_shape, down_shape), ((start, 0), (width + start, 0), (0, start))
             sources = (names[0], names[0], names[1])
-            for name, shape, rows, first in zip(sources, shapes, self._targets(index), starts, strict=True):
+            for name, shape, rows, first in zip(sources, shapes, self._stack.targets(index), starts, strict=True):
                 target: Target = _Transposed(rows) if has_inputs_first else rows
                 part = first[::-1] if has_inputs_first else first
                 slots.append(WeightSlot(name, shape, target, (self._own.start + index, *part)))

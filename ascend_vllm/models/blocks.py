@@ -172,7 +172,7 @@ class MoE(Layer):
         self._correction: torch.Tensor | None = None
         self._slots: list[WeightSlot] = []
         if experts.has_correction:
-            self._correction = torch.empty(experts.count)
+            self._correction = torch.empty(experts.count, device=context.device)
             name = f"{prefix}.gate.e_score_correction_bias"
             self._slots = [WeightSlot(name, (experts.count,), self._correction)]
 

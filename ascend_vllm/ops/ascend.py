@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ascend_vllm import envs
-from ascend_vllm.ops import ascend_elementwise, ascend_sampling
+from ascend_vllm.ops import ascend_elementwise, ascend_experts, ascend_sampling
+from ascend_vllm.ops.experts import STACK_FORMATS
 from ascend_vllm.ops.gemm import WEIGHT_FORMATS
 from ascend_vllm.ops.native import import_op_modules
 from ascend_vllm.ops.registry import implement_on_npus
@@ -28,6 +29,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
         ascend_elementwise.rotary_embedding,
         ascend_elementwise.silu_and_mul,
         ascend_elementwise.gelu_and_mul,
+        ascend_experts.route_tokens,
+        ascend_experts.grouped_experts_mlp,
         ascend_sampling.apply_token_bitmask,
         ascend_sampling.draw_tokens,
         ascend_sampling.token_logprobs,
@@ -52,6 +55,20 @@ def format_weight(weight: torch.Tensor, *, quantized: bool = False) -> torch.Ten
     """A weight [N, K] in the format that matrix products read; the same tensor if that is the plain format."""
     if not wants_fractal(weight.dtype, envs.ascend_enable_nz(), quantized=quantized):
         return weight
+    return _as_fractal(weight)
+
+
+def format_stack(weights: torch.Tensor) -> torch.Tensor:
+    """Experts' weights [E, N, K] as [E, K, N], in the format that grouped products read.
+
+    A view, unless the format is FRACTAL_NZ: CANN rules out transposed views of that.
+    """
+    turned = weights.transpose(1, 2)
+    wants = wants_fractal(weights.dtype, envs.ascend_enable_nz(), quantized=False)
+    return _as_fractal(turned) if wants else turned
+
+
+def _as_fractal(weight: torch.Tensor) -> torch.Tensor:
     npu: Any = torch.npu  # type: ignore[attr-defined]  # defined by torch_npu
     # otherwise torch_npu silently ignores the requested format
     npu.config.allow_internal_format = True
@@ -62,3 +79,4 @@ def format_weight(weight: torch.Tensor, *, quantized: bool = False) -> torch.Ten
 import_op_modules()
 _library = implement_on_npus(IMPLEMENTATIONS)
 WEIGHT_FORMATS["npu"] = format_weight
+STACK_FORMATS["npu"] = format_stack

@@ -6,12 +6,12 @@ Letters: T tokens, H hidden, E experts, C experts that a token uses, I width ins
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from ascend_vllm.ops.gemm import GATED_ACTIVATIONS, PANEL, pack_panels, unpack_weight
+from ascend_vllm.ops.gemm import GATED_ACTIVATIONS, PANEL, PackedRows, has_kernel, pack_panels, unpack_weight
 from ascend_vllm.ops.native import load_native_library
 from ascend_vllm.ops.registry import define_op
 from ascend_vllm.platforms.host_memory import weight_memory
@@ -33,7 +33,7 @@ def _route_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield logits, bias, choices, scoring, renormalize, groups, chosen, scale
 
 
-@define_op(inputs=_route_inputs, devices=("cpu",), recordable=True)
+@define_op(inputs=_route_inputs, recordable=True)
 def route_tokens(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
@@ -168,20 +168,179 @@ def experts_mlp(
     """
     hidden, wide = x.shape[1], torch.promote_types(x.dtype, torch.float32)
     outputs, inner = gate_up.shape[1] * PANEL, down.shape[2] * (2 if down.dim() == 5 else 1)
-    act = torch.nn.functional
-    result = torch.zeros(*ids.shape, hidden, dtype=wide)
+    results = torch.zeros(*ids.shape, hidden, dtype=x.dtype)
     for expert in range(len(gate_up)):
         tokens, choices = torch.nonzero(ids == first_expert + expert, as_tuple=True)
         both = x[tokens].to(wide) @ unpack_weight(gate_up[expert], hidden, outputs).to(wide).T
-        gate, up = both.to(x.dtype).to(wide).chunk(2, dim=-1)
-        gate = act.silu(gate) if activation == "silu" else act.gelu(gate, approximate=activation[5:] or "none")
-        product = (gate * up).to(x.dtype)[:, :inner].to(wide)
+        product = _gated(both.to(x.dtype), activation)[:, :inner].to(wide)
         rows = product @ unpack_weight(down[expert], inner, hidden).to(wide).T
-        result[tokens, choices] = rows.to(x.dtype).to(wide)
-    total = (result * weights.unsqueeze(-1)).sum(dim=1)
+        results[tokens, choices] = rows.to(x.dtype)
+    return _weighted_sum(results, weights, shared, shared_gate)
+
+
+def _gated(both: torch.Tensor, activation: str) -> torch.Tensor:
+    """[..., 2*I] → [..., I]: the activation of the first half, times the second."""
+    act = torch.nn.functional
+    gate, up = both.to(torch.promote_types(both.dtype, torch.float32)).chunk(2, dim=-1)
+    gate = act.silu(gate) if activation == "silu" else act.gelu(gate, approximate=activation[5:] or "none")
+    return (gate * up).to(both.dtype)
+
+
+def _weighted_sum(
+    results: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, shared_gate: torch.Tensor | None
+) -> torch.Tensor:
+    """results [T, C, H] of the experts, and the other arguments of `experts_mlp` → its result [T, H]."""
+    wide = torch.promote_types(results.dtype, torch.float32)
+    total = (results.to(wide) * weights.unsqueeze(-1)).sum(dim=1)
     if shared is not None:
         total += shared.to(wide) if shared_gate is None else shared.to(wide) * shared_gate.to(wide).sigmoid()
-    return total.to(x.dtype)
+    return total.to(results.dtype)
+
+
+def _grouped_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    # tokens, hidden, width, experts of all ranks, of this one, its first one, choices: none; one expert; all here; a
+    # rank in the middle; one with the last expert; more rows than experts
+    shapes = [(0, 16, 16, 4, 4, 0, 2), (3, 32, 16, 1, 1, 0, 1), (1, 48, 24, 8, 8, 0, 3), (9, 32, 40, 8, 3, 2, 2)]
+    shapes += [(2, 16, 8, 6, 1, 5, 2), (70, 64, 32, 5, 5, 0, 2)]
+    for seed, (tokens, hidden, inner, total, own, first, choices) in enumerate(shapes):
+        generator = torch.Generator().manual_seed(seed)
+        gate_up = (torch.randn(own, 2 * inner, hidden, generator=generator) / math.sqrt(hidden)).to(dtype)
+        down = (torch.randn(own, hidden, inner, generator=generator) / math.sqrt(inner)).to(dtype)
+        x = torch.randn(tokens, 2 * hidden, generator=generator).to(dtype)[:, hidden:]
+        ids = torch.rand(tokens, total, generator=generator).argsort(dim=-1)[:, :choices].int().contiguous()
+        weights = torch.rand(tokens, choices, generator=generator)
+        shared = torch.randn(tokens, hidden, generator=generator).to(dtype) if seed % 3 else None
+        shared_gate = torch.randn(tokens, 1, generator=generator).to(dtype) if seed % 3 == 2 else None
+        activation = list(GATED_ACTIVATIONS)[seed % 3]
+        turned = (gate_up.transpose(1, 2), down.transpose(1, 2))
+        yield x, ids, weights, *turned, activation, total, first, shared, shared_gate
+
+
+@define_op(inputs=_grouped_inputs, devices=("npu",))
+def grouped_experts_mlp(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: str,
+    num_experts: int,  # noqa: ARG001 - operators that sort by expert must know it
+    first_expert: int = 0,
+    shared: torch.Tensor | None = None,
+    shared_gate: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `experts_mlp`, with weights as grouped matrix products take them, and the number of experts.
+
+    Args:
+        x: [T, H] float; rows may be strided.
+        ids: [T, C] int32, contiguous, below `num_experts`. Ids of other experts than these add nothing.
+        weights: [T, C] float32, contiguous.
+        gate_up: [E, H, 2*I], gates first, dtype of x; may be a view of [E, 2*I, H].
+        down: [E, I, H], likewise.
+        activation: one of GATED_ACTIVATIONS.
+        num_experts: of all ranks.
+        first_expert: id of the first expert in `gate_up` and `down`.
+        shared: as in `experts_mlp`.
+        shared_gate: likewise.
+
+    Returns:
+        [T, H], contiguous, dtype of x.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    index = ids.long() - first_expert
+    is_own = (index >= 0) & (index < len(gate_up))
+    index = torch.where(is_own, index, 0)
+    both = torch.einsum("th,tchi->tci", x.to(wide), gate_up[index].to(wide)).to(x.dtype)
+    product = _gated(both, activation).to(wide)
+    results = torch.einsum("tci,tcih->tch", product, down[index].to(wide)).to(x.dtype)
+    return _weighted_sum(results, weights * is_own, shared, shared_gate)
+
+
+# device type → converts experts' weights [E, N, K] to [E, K, N] in the memory format of that device's products
+STACK_FORMATS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+
+
+class ExpertStack:
+    """Gate, up and down of some experts, in the layout of the device's product.
+
+    Packed in panels while they are loaded where the device has kernels for that, as in `PackedLinear`; plain matrices
+    elsewhere.
+
+    Args:
+        num_experts: experts of all ranks.
+        first_expert: id of the first one here.
+        size: how many are here.
+        hidden_size: H.
+        inner_size: I.
+        dtype: of the weights.
+        device: of the weights.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        first_expert: int,
+        size: int,
+        hidden_size: int,
+        inner_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._num_experts = num_experts
+        self._first_expert = first_expert
+        self._hidden_size = hidden_size
+        self._inner_size = inner_size
+        self._has_kernel = has_kernel(dtype, device)
+        if self._has_kernel:
+            self._gate_up = packed_stack(size, 2 * gated_rows(inner_size), hidden_size, dtype)
+            self._down = packed_stack(size, hidden_size, inner_size, dtype)
+        else:
+            self._gate_up = torch.empty(size, 2 * inner_size, hidden_size, dtype=dtype, device=device)
+            self._down = torch.empty(size, hidden_size, inner_size, dtype=dtype, device=device)
+
+    def targets(self, index: int) -> tuple[torch.Tensor | PackedRows, ...]:
+        """Destinations of gate [I, H], up [I, H] and down [H, I] of the expert with this index among those here.
+
+        All must be written before `finish`.
+        """
+        inner, hidden = self._inner_size, self._hidden_size
+        gate_up, down = self._gate_up[index], self._down[index]
+        if not self._has_kernel:
+            return gate_up[:inner], gate_up[inner:], down
+        return (
+            PackedRows(gate_up, 0, (inner, hidden)),
+            PackedRows(gate_up, gated_rows(inner), (inner, hidden)),
+            PackedRows(down, 0, (hidden, inner)),
+        )
+
+    def finish(self) -> None:
+        """Converts the complete weights to the device's memory format."""
+        if not self._has_kernel:
+            convert = STACK_FORMATS.get(self._gate_up.device.type, _inputs_first)
+            self._gate_up, self._down = convert(self._gate_up), convert(self._down)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        activation: str,
+        shared: torch.Tensor | None,
+        shared_gate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `experts_mlp`; returns [T, H]."""
+        stacks = (self._gate_up, self._down, activation)
+        rest = (self._first_expert, shared, shared_gate)
+        result: torch.Tensor
+        if self._has_kernel:
+            result = experts_mlp(x, ids, weights, *stacks, *rest)
+        else:
+            result = grouped_experts_mlp(x, ids, weights, *stacks, self._num_experts, *rest)
+        return result
+
+
+def _inputs_first(weights: torch.Tensor) -> torch.Tensor:
+    return weights.transpose(1, 2)
 
 
 load_native_library()

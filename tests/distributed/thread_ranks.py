@@ -37,7 +37,9 @@ class _ThreadCollectives(Collectives):
         return concat_columns(self._gather(x), num_columns)
 
 
-def on_ranks(size: int, function: Callable[[BuildContext], T], dtype: torch.dtype = torch.float32) -> list[T]:
+def on_ranks(
+    size: int, function: Callable[[BuildContext], T], dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> list[T]:
     """Calls a function concurrently for each rank; returns the results."""
     barrier = threading.Barrier(size)
     parts = [torch.empty(0)] * size
@@ -45,7 +47,7 @@ def on_ranks(size: int, function: Callable[[BuildContext], T], dtype: torch.dtyp
     def call(rank: int) -> T:
         collectives = _ThreadCollectives(rank, parts, barrier)
         try:
-            return function(BuildContext(dtype, torch.device("cpu"), ParallelContext(rank, size), collectives))
+            return function(BuildContext(dtype, torch.device(device), ParallelContext(rank, size), collectives))
         except BaseException:
             barrier.abort()
             raise

@@ -136,6 +136,15 @@ def test_positions_and_windows_move_in_graphs(model: str) -> None:
     assert by_graph == eager
 
 
+@pytest.mark.parametrize(("model", "num_scheduler_steps"), [("qwen2-moe", 4), ("deepseek-v3-512", 1)])
+def test_mixtures_of_experts_by_graphs(model: str, num_scheduler_steps: int) -> None:
+    """Each replay chooses experts anew."""
+    options: dict[str, Any] = {"model": model, "max_num_seqs": 3, "num_scheduler_steps": num_scheduler_steps}
+    engine = make_engine(**options)
+    assert decode_step_launches(engine, PROMPTS[:2]) == [False]
+    assert generate(engine, PROMPTS[:3]) == generate(make_engine(**options, enforce_eager=True), PROMPTS[:3])
+
+
 def decode_step_launches(engine: LLMEngine, prompts: Sequence[str], num_steps: int = 1) -> list[bool]:
     """Whether each of some decoding steps launched the operators of layers by themselves."""
     for number, prompt in enumerate(prompts):
@@ -298,6 +307,20 @@ def test_compiled_graphs_are_kept(
     assert "Loaded 1 graphs" in package_log.text
     assert generate(engine) == eager_answers
     assert_another_chip_compiles_anew(cache, package_log)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")
+def test_mixtures_of_experts_are_compiled(cache: pathlib.Path) -> None:
+    prompts = PROMPTS[1:3]
+    engine = make_engine("qwen2-moe-64", (2,))
+    assert engine.config.graphs.mode == GraphMode.COMPILED
+    (compiled,) = modules_in(cache)
+    text = pathlib.Path(compiled).read_bytes().decode("latin1")
+    assert "ascend_vllm.route_tokens.default" in text
+    assert "ascend_vllm.grouped_experts_mlp.default" in text
+    assert decode_step_launches(engine, prompts) == [False]
+    assert generate(engine, prompts) == generate(make_engine("qwen2-moe-64", enforce_eager=True), prompts)
 
 
 def assert_another_chip_compiles_anew(cache: pathlib.Path, package_log: pytest.LogCaptureFixture) -> None:

@@ -46,8 +46,8 @@ def test_a_server_with_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its texts equal those of one worker; by default its workers have HCCL's variables and cores of their own; and
     the server ends when a worker dies.
     """
-    # each has two query heads and one of keys, of 64
-    model, prompt = tiny_model("qwen2-64"), make_prompt(40)
+    # each has two query heads and one of keys, of 64, four of the experts, and half of the MLP beside them
+    model, prompt = tiny_model("qwen2-moe-64"), make_prompt(40)
     worker = started_worker(model, device="npu", dtype="float16", block_size=128, num_gpu_blocks_override=64)
     with traced() as calls:
         expected = generate(worker, prompt, GREEDY, LENGTH)
@@ -56,7 +56,8 @@ def test_a_server_with_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CPU_AFFINITY_CONF", raising=False)
     # and torch_npu may have bound this thread to a core, which the server would inherit
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    server = Server(SERVE, [model, "--tensor-parallel-size", "2", *FLAGS], {"OMP_NUM_THREADS": "1", **HCCL})
+    flags = ["--tensor-parallel-size", "2", "--enable-expert-parallel", *FLAGS]
+    server = Server(SERVE, [model, *flags], {"OMP_NUM_THREADS": "1", **HCCL})
     try:
         server.wait_ready(180)
         with httpx.Client(base_url=server.url, timeout=60) as http:
