@@ -34,6 +34,14 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
+def needs_trust(path: pathlib.Path, part: str) -> str:
+    """The error message for a part of a model that is Python code and not trusted."""
+    return (
+        f"{path}: the {part} is Python code of the model's repository; if you trust it, let it run by setting "
+        "`trust_remote_code=True` in LLM or using the `--trust-remote-code` flag in the CLI."
+    )
+
+
 def check_file(path: pathlib.Path) -> int:
     """Size of a file in bytes.
 

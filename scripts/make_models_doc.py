@@ -30,6 +30,37 @@ Weights take two bytes per parameter in float16 and bfloat16 (7B: 14 GB, 13B: 26
 or device whose memory is larger than that.
 """
 
+FOOTER = """
+## Tokenizers that are Python code
+
+The repositories of ChatGLM2, ChatGLM3, GLM-4 (without `-hf`), Qwen 1, Baichuan and InternLM 1 to 3 bring their
+tokenizers as code (`auto_map` in tokenizer_config.json). With `--trust-remote-code` that code is used, as
+transformers 5 loads it; without it such a repository is refused before anything of it runs. The code needs
+`sentencepiece`, or `tiktoken` (Qwen 1, GLM-4): `pip install sentencepiece tiktoken`. Such tokenizers run in
+Python, on one thread.
+
+The code must work with transformers 5; if it does not, the error at start names the line. What helps:
+
+- Transformers 5 calls `get_vocab` and others in `super().__init__(...)` of a tokenizer. Code that sets `sp_model`,
+  `tokenizer` or `mergeable_ranks` after it (Baichuan 2, the first versions of ChatGLM2 and Qwen 1) works when that
+  call is moved to the end of `__init__`.
+- A repository without code: `glm-4-9b-chat-hf` instead of `glm-4-9b-chat`.
+- A tokenizer.json, in a directory of its own for `--tokenizer`; compare some ids with the old tokenizer's. From a
+  sentencepiece `tokenizer.model` of Llama's kind (Baichuan, InternLM 1; it lacks the prefix that ChatGLM puts before
+  texts, and spaces at the start of a text may differ):
+
+  ```python
+  from transformers import LlamaTokenizer
+  tokenizer = LlamaTokenizer.from_pretrained("model")
+  tokenizer.init_kwargs.pop("auto_map", None)
+  tokenizer.save_pretrained("converted")
+  ```
+
+  From a `tiktoken.Encoding`, which the tokenizers of Qwen 1 and GLM-4 have as `tokenizer.tokenizer`:
+  `convert_tiktoken_to_fast(encoding, "converted")` of `transformers.integrations.tiktoken` (it needs `blobfile`); add
+  a tokenizer_config.json with `tokenizer_class` "PreTrainedTokenizerFast" and `eos_token`.
+"""
+
 TRANSFORMERS = "transformers"
 PLAIN = "plain model"
 YES = "yes"
@@ -136,7 +167,7 @@ def render() -> str:
     for name in sorted(ROWS, key=str.lower):
         row = ROWS[name]
         parts.append(f"| `{name}` | {row.models} | {row.reference} | yes | {row.npu} | {row.remarks} |\n")
-    return "".join(parts)
+    return "".join([*parts, FOOTER])
 
 
 if __name__ == "__main__":

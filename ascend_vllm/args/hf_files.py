@@ -18,7 +18,7 @@ from ascend_vllm.args.quantization_files import stated_quantization
 from ascend_vllm.config.arch import rope_by_kind
 from ascend_vllm.config.hf_defaults import DEFAULTS, SPELLINGS, WITH_CODE, WITHOUT_ROPE
 from ascend_vllm.errors import ConfigError, ModelLoadError
-from ascend_vllm.model_files import is_there, one_line, read_json, shown
+from ascend_vllm.model_files import is_there, needs_trust, one_line, read_json, shown
 
 _DEFAULT_ROPE_THETA = 10000.0
 
@@ -168,9 +168,7 @@ def read_hf_config(
     if defaults is not None:
         config = _merged(dict(defaults), raw)
     elif has_code and not trust_remote_code:
-        raise ConfigError(
-            f"{path}: the model brings Python code of its own. If you trust it, let it run with --trust-remote-code."
-        )
+        raise ConfigError(needs_trust(path, "configuration"))
     else:
         config = _read_with_transformers(directory, raw, trust_remote_code)
     config = _merged(config, overrides or {})

@@ -13,7 +13,7 @@ from ascend_vllm.engine.detokenization import (
 )
 from ascend_vllm.engine.text_threads import MAX_WAITING, MEDIUM, SHORT, TextThread, TextThreads
 from ascend_vllm.errors import RequestError
-from ascend_vllm.hf_tokenizer import byte_of_token, bytes_of_token, is_byte_level, load_hf_tokenizer
+from ascend_vllm.hf_tokenizer import byte_of_token, bytes_of_token, is_byte_level, load_hf_tokenizer, slow_ids
 from ascend_vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 # A UTF-8 character has at most 4 bytes, so a prompt's last 4 tokens hold any incomplete character at its end.
 _BYTE_PROMPT_TAIL = 4
+# the character that stands for others' bytes
+_REPLACEMENT_BYTES = "\N{REPLACEMENT CHARACTER}".encode()
 # largest id that the tokenizers library accepts
 _UINT32_MAX = 2**32 - 1
 
@@ -65,8 +67,10 @@ class Tokenizer:
         self.eos_token_id: int | None = hf_tokenizer.eos_token_id
         self.bos_token_id: int | None = hf_tokenizer.bos_token_id
         vocabulary = hf_tokenizer.get_vocab()
-        # slow decoders fail on unknown ids, fast ones on ids of more than 32 bits
-        self._max_token_id = _UINT32_MAX if self.is_fast else max(vocabulary.values(), default=-1)
+        # Slow decoders fail on unknown ids, fast ones on ids of more than 32 bits. The vocabulary of a repository's
+        # own tokenizer may lack the special tokens at its end, which the length counts.
+        largest = max(vocabulary.values(), default=-1)
+        self._max_token_id = _UINT32_MAX if self.is_fast else max(len(hf_tokenizer) - 1, largest)
         # characters of the longest token; byte-level vocabularies have at least one character per byte
         self._longest_token = max(map(len, vocabulary), default=1)
         self.all_special_ids = frozenset(self._find_special_ids())
@@ -116,7 +120,7 @@ class Tokenizer:
             # not through the wrapper, which modifies shared truncation state and is several times slower
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
             return ids
-        return list(self.hf(text, add_special_tokens=add_special_tokens).input_ids)
+        return slow_ids(self.hf, text, add_special_tokens=add_special_tokens)
 
     def check_num_characters(self, text: str, max_tokens: int) -> None:
         """Refuses a text that cannot fit into `max_tokens` tokens, without tokenising it.
@@ -176,7 +180,7 @@ class Tokenizer:
             side: "right": the ends of the texts are cut off; "left": their beginnings. Slow tokenizers ignore it.
         """
         if self._backend is None:
-            return list(self.hf(first, text_pair=second, truncation=limit is not None, max_length=limit).input_ids)
+            return slow_ids(self.hf, first, second, truncation=limit is not None, max_length=limit)
         return _pair_ids_of(self._backend.encode(first, second), limit, side)
 
     def shorten(self, text: str, max_tokens: int) -> str:
@@ -226,10 +230,10 @@ class Tokenizer:
 
     def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str]:
         """Tokens as the vocabulary writes them; "" for ids without a token."""
-        # each distinct id once
-        distinct = list(dict.fromkeys(token_ids))
-        tokens = dict(zip(distinct, self.hf.convert_ids_to_tokens(distinct), strict=True))
-        return [tokens[token_id] or "" for token_id in token_ids]
+        # each distinct id once; slow tokenizers fail on unknown ids
+        distinct = [token_id for token_id in dict.fromkeys(token_ids) if token_id <= self._max_token_id]
+        tokens = dict(zip(distinct, map(_shown_token, self.hf.convert_ids_to_tokens(distinct)), strict=True))
+        return [tokens.get(token_id, "") for token_id in token_ids]
 
     def token_text(self, token_id: int) -> str:
         """Text of one token in the middle of a text, special or not; incomplete characters are U+FFFD. Cached."""
@@ -282,17 +286,20 @@ class Tokenizer:
         return WindowDetokenizer(decode, prompt_token_ids, self._ends_with_whole_character)
 
     def _ends_with_whole_character(self, token_ids: Sequence[int]) -> bool:
-        """Whether ids end with byte tokens like <0xEF> that are whole characters together."""
+        """Whether ids end with byte tokens, like <0xEF> or in a vocabulary of bytes, that make whole characters."""
         run: list[int] = []
         try:
+            last = self.hf.convert_ids_to_tokens(list(token_ids[-len(_REPLACEMENT_BYTES) :]))
+            if any(isinstance(token, bytes) for token in last):
+                return b"".join(token for token in last if isinstance(token, bytes)).endswith(_REPLACEMENT_BYTES)
             for token_id in reversed(token_ids):
                 byte = byte_of_token(self.hf.convert_ids_to_tokens(token_id))
                 if byte is None:
                     break
                 run.append(byte)
             return bytes(reversed(run)).decode() != ""
-        except (UnicodeDecodeError, IndexError):
-            # an id beyond the vocabulary of a slow tokenizer has no token
+        except (ValueError, IndexError):
+            # an incomplete character, or an id beyond the vocabulary of a slow tokenizer has no token
             return False
 
     async def encode_async(
@@ -470,6 +477,11 @@ def truncate(token_ids: list[int], limit: int, side: str, empty_ids: list[int]) 
     if side == "left":
         return token_ids[:num_kept] + token_ids[size - limit + num_kept :]
     return token_ids[: limit - num_kept] + token_ids[size - num_kept :]
+
+
+def _shown_token(token: str | bytes | None) -> str:
+    """A token as text; vocabularies of repositories' own tokenizers may consist of bytes."""
+    return token.decode("utf-8", "replace") if isinstance(token, bytes) else token or ""
 
 
 class _ByteTable(dict[int, bytes]):

@@ -321,9 +321,9 @@ def test_broken_config_json(content: dict[str, Any] | str, message: str, make_mo
 def test_code_of_the_model_needs_trust(make_model: MakeModel) -> None:
     raw = QWEN2 | {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
     directory = make_model(raw)
-    with pytest.raises(ConfigError, match="--trust-remote-code"):
-        config_of(directory)
+    marker = pathlib.Path(directory).with_name("ran")
     code = (
+        f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n"
         "from transformers import PretrainedConfig\n"
         "class OwnConfig(PretrainedConfig):\n"
         "    model_type = 'own'\n"
@@ -332,10 +332,17 @@ def test_code_of_the_model_needs_trust(make_model: MakeModel) -> None:
         "        self.doubled = 2 * twice\n"
     )
     (pathlib.Path(directory) / "configuration_own.py").write_text(code)
+    with pytest.raises(ConfigError, match="using the `--trust-remote-code` flag in the CLI"):
+        config_of(directory)
+    # a built-in family is read without the code
+    make_model(QWEN2 | {"auto_map": raw["auto_map"]})
+    assert config_of(directory).model.architecture == "Qwen2ForCausalLM"
+    assert not marker.exists()
     make_model(raw | {"twice": 21})
     trusted = config_of(directory, trust_remote_code=True)
     assert trusted.model.trust_remote_code
     assert read_hf_config(directory, trust_remote_code=True)["doubled"] == 42
+    assert marker.exists()
 
 
 def test_missing_files(tmp_path: pathlib.Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ascend_vllm.config.model import ModelConfig
-from ascend_vllm.hf_tokenizer import byte_of_token, bytes_of_token, is_byte_level, load_hf_tokenizer
+from ascend_vllm.hf_tokenizer import byte_of_token, bytes_of_token, is_byte_level, load_hf_tokenizer, slow_ids
 
 # stands for a space in sentencepiece vocabularies
 _SPACE_MARK = "▁"
@@ -90,7 +90,7 @@ class Vocabulary:
 
 def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
     if not tokenizer.is_fast:
-        return functools.partial(tokenizer.encode, add_special_tokens=False)
+        return functools.partial(slow_ids, tokenizer, add_special_tokens=False)
     backend = tokenizer.backend_tokenizer
 
     def encode(text: str) -> list[int]:
@@ -129,7 +129,7 @@ def _decoding_converter(tokenizer: Any) -> Callable[[int, str], bytes]:
     def decode(token_ids: list[int]) -> str:
         return str(tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
 
-    letter = tokenizer.encode("a", add_special_tokens=False)
+    letter = _encoder(tokenizer)("a")
     length = len(decode(letter))
 
     def to_bytes(token_id: int, _token: str) -> bytes:

@@ -81,8 +81,7 @@ class PromptMaker:
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """The tokens of a text, without special tokens around it."""
-    ids: list[int] = tokenizer.hf.encode(text, add_special_tokens=False)
-    return ids
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def count_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
