@@ -152,8 +152,8 @@ def test_torch_is_imported_by_the_code_only(tmp_path: pathlib.Path) -> None:
 
 def test_a_model_is_served_with_its_own_tokenizer(tmp_path: pathlib.Path) -> None:
     directory = make_repository(tmp_path / "own", PIECES)
-    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "num_gpu_blocks_override": 16, "block_size": 16}
-    model = tiny_model("qwen2-tied")
+    options: dict[str, Any] = {"max_model_len": 128, "num_gpu_blocks_override": 16, "block_size": 16}
+    options["dtype"], model = "float32", tiny_model("qwen2-tied")
     with pytest.raises(ModelLoadError, match="--trust-remote-code"):
         LLM(model, tokenizer=str(directory), **options)
     assert not marker_of(directory).exists()
