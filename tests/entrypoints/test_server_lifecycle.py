@@ -150,6 +150,8 @@ HANG_FLAGS = ["--served-model-name", "tiny", *LONG_FLAGS, "--max-num-seqs", "1"]
 HANG_ENV = LONG_ENV | {"VLLM_ENGINE_ITERATION_TIMEOUT_S": "2"}
 
 
+# test_kill_matrix.py has it of an engine with a worker that hangs, and test_core_client.py how the process is killed
+@pytest.mark.exhaustive
 def test_an_engine_that_hangs_ends_streams_with_an_error_and_the_server(tiny_dir: str) -> None:
     server = Server(OPENAI_SERVER, ["--model", tiny_dir, *HANG_FLAGS], HANG_ENV)
     try:

@@ -65,7 +65,8 @@ def test_open_requests_are_told_that_the_server_ends(tiny_dir: str) -> None:
         background = PLACES["/v1/responses"] | {"background": True}
         for name, body in [("background", background), *PLACES.items()]:
             if name == "/v1/messages":
-                server.engine_core().suspend()
+                core = server.engine_core()
+                core.suspend()
             path = "/v1/responses" if name == "background" else name
             streams[name] = post_raw(server, path, body | {"stream": True})
             received[name] = read_events(streams[name], 3) if name != "/v1/messages" else streams[name].recv(65536)
@@ -93,6 +94,8 @@ def test_open_requests_are_told_that_the_server_ends(tiny_dir: str) -> None:
             assert status == 503, path
             check_error(body["error"])
             assert ("object" in body) == (path != "/v1/messages")
+        # everybody has been told: the server need not wait until it kills it, which test_core_client.py does
+        core.resume()
         assert server.wait_exit(30) == 0
         assert server.orphans() == []
         assert "The 1 s of --shutdown-timeout are over: 9 requests end early" in server.log
