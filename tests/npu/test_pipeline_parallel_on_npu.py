@@ -27,6 +27,7 @@ def test_two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
         swap_space=0,
         max_model_len=256,
         max_num_seqs=4,
+        max_num_batched_tokens=256,
         gpu_memory_utilization=0.5,
     )
     params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
