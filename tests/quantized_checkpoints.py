@@ -73,7 +73,7 @@ def write(
     for path in (quantized, meant):
         shutil.copytree(float_model(), path)
     weights = load_file(meant / "model.safetensors")
-    tensors: dict[str, torch.Tensor] = dict(more or {})
+    tensors: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
         stem = name.removesuffix(".weight")
         is_linear = stem.rpartition(".")[2] in _LINEARS and name != stem and only(stem)
@@ -82,7 +82,7 @@ def write(
             continue
         parts, weights[name] = writer(stem, weight)
         tensors |= {f"{stem}.{suffix}": part.contiguous() for suffix, part in parts.items()}
-    save_file(tensors, quantized / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors | (more or {}), quantized / "model.safetensors", metadata={"format": "pt"})
     save_file({name: weight.contiguous() for name, weight in weights.items()}, meant / "model.safetensors")
     config = json.loads((quantized / "config.json").read_text())
     if declared is not None:
@@ -156,5 +156,77 @@ def gptq(bits: int, group_size: int, *, symmetric: bool, order: str = "", is_v2:
         if order:
             tensors["g_idx"] = (back // size).int()
         return tensors, _meant(codes, scales, zeros)[:, back]
+
+    return writer
+
+
+def packed(bits: int, group_size: int, *, symmetric: bool, order: bool = False) -> Writer:
+    """compressed-tensors' "pack-quantized"; scales are in bfloat16."""
+
+    def writer(name: str, weight: torch.Tensor) -> Written:
+        size = weight.shape[1] if group_size == -1 else group_size
+        places = torch.arange(weight.shape[1])
+        if order:
+            seed = sum(map(ord, name.rpartition(".")[0])) + weight.shape[1]
+            places = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(seed))
+        codes, scales, zeros = _affine(weight[:, places].unflatten(1, (-1, size)), bits, symmetric=symmetric)
+        scales, back = scales.bfloat16(), places.argsort()
+        tensors = {
+            "weight_packed": _pack(codes.flatten(1)[:, back].numpy(), bits),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if not symmetric:
+            tensors["weight_zero_point"] = _pack(zeros.T.numpy(), bits).T
+        if order:
+            tensors["weight_g_idx"] = (back // size).int()
+        return tensors, _meant(codes, scales, zeros)[:, back]
+
+    return writer
+
+
+def compressed_tensors(
+    stored: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None, **values: Any
+) -> dict[str, Any]:
+    """A `quantization_config` with one group."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": stored,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    } | values
+
+
+def int8(
+    *, per_output: bool = True, zero_points: bool = False, more: dict[str, torch.Tensor] | None = None
+) -> Writer:
+    """compressed-tensors' "int-quantized"; `more` is written beside each weight."""
+
+    def writer(_name: str, weight: torch.Tensor) -> Written:
+        scales = (weight.abs().amax(1, keepdim=True) if per_output else weight.abs().amax()[None]) / 127
+        zeros = torch.randint(-9, 9, scales.shape, dtype=torch.int8) * zero_points
+        values = ((weight / scales).round() + zeros).clamp(-128, 127).to(torch.int8)
+        tensors = {"weight": values, "weight_scale": scales} | ({"weight_zero_point": zeros} if zero_points else {})
+        return tensors | {key: value.clone() for key, value in (more or {}).items()}, (
+            values.float() - zeros
+        ) * scales
+
+    return writer
+
+
+def fp8(kind: str, scale: str = "weight_scale") -> Writer:
+    """8-bit floats with a scale per "tensor", "channel" or "block" of 64 by 64."""
+
+    def writer(_name: str, weight: torch.Tensor) -> Written:
+        rows, columns = weight.shape
+        sizes = {"tensor": (rows, columns), "channel": (1, columns), "block": (64, 64)}[kind]
+        blocks = torch.nn.functional.pad(weight, (0, -columns % sizes[1], 0, -rows % sizes[0]))
+        blocks = blocks.unflatten(1, (-1, sizes[1])).unflatten(0, (-1, sizes[0]))
+        scales = blocks.abs().amax((1, 3)) / 448
+        every = scales.repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)[:rows, :columns]
+        values = (weight / every).to(torch.float8_e4m3fn)
+        return {"weight": values, scale: scales.reshape(()) if kind == "tensor" else scales}, values.float() * every
 
     return writer

@@ -22,6 +22,9 @@ _FORMATS = "ascend_vllm.layers.quantization"
 # format → "module:Class" of its `QuantScheme` (layers/quantization/base.py), imported when a model is loaded
 SCHEMES: dict[str, str] = {
     "awq": f"{_FORMATS}.awq:AwqScheme",
+    "compressed-tensors": f"{_FORMATS}.compressed_tensors:CompressedTensorsScheme",
+    "fbgemm_fp8": f"{_FORMATS}.fp8:Fp8Scheme",
+    "fp8": f"{_FORMATS}.fp8:Fp8Scheme",
     "gptq": f"{_FORMATS}.gptq:GptqScheme",
 }
 # --quantization → other names in checkpoints that it agrees with

@@ -59,7 +59,7 @@ class Linear(Layer):
         self.bias: torch.Tensor | None = None
         self._method = context.quant.method_for(self)
         self._slots = self._method.create_weights(self)
-        if bias:
+        if self.has_bias:
             self._slots += self._create_bias()
 
     def _create_bias(self) -> list[WeightSlot]:

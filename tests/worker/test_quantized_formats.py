@@ -26,6 +26,17 @@ TOLERANCE = {"atol": 2e-4, "rtol": 0.0}
 
 AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "desc_act": False, "sym": True}
+
+
+def _packed(bits: int, group_size: int, *, symmetric: bool = True, actorder: str | None = None) -> dict[str, Any]:
+    """A `quantization_config` of "pack-quantized"."""
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False, "actorder": actorder}
+    strategy = {"strategy": "channel"} if group_size == -1 else {"strategy": "group", "group_size": group_size}
+    return formats.compressed_tensors("pack-quantized", weights | strategy)
+
+
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 # name → writer, quantization_config, and how it is written
 WEIGHT_ONLY: dict[str, tuple[formats.Writer, dict[str, Any], dict[str, Any]]] = {
     "awq": (formats.awq(64), AWQ | {"group_size": 64}, {}),
@@ -74,6 +85,56 @@ WEIGHT_ONLY: dict[str, tuple[formats.Writer, dict[str, Any], dict[str, Any]]] = 
         GPTQ | {"bits": 4, "group_size": 32},
         {"more": {"model.layers.0.self_attn.o_proj.bias": torch.zeros(formats.HIDDEN)}},
     ),
+    "W4A16": (formats.packed(4, 64, symmetric=True), _packed(4, 64), {}),
+    "W4A16 asymmetric": (
+        formats.packed(4, 32, symmetric=False),
+        _packed(4, 32, symmetric=False),
+        {"more": {"model.layers.0.self_attn.k_scale": torch.ones(1)}},
+    ),
+    "W4A16 act-order": (
+        formats.packed(4, 32, symmetric=True, order=True),
+        _packed(4, 32, actorder="group"),
+        {},
+    ),
+    "W8A16 in part": (
+        formats.packed(8, -1, symmetric=True),
+        _packed(8, -1) | {"ignore": ["lm_head", r"re:.*\.1\.mlp.*"]},
+        {"only": lambda name: "layers.1.mlp" not in name},
+    ),
+    "W8A16 unpacked": (
+        formats.int8(zero_points=True),
+        formats.compressed_tensors("int-quantized", _INT8 | {"symmetric": False}),
+        {},
+    ),
+    "FP8 per tensor": (
+        formats.fp8("tensor"),
+        formats.compressed_tensors("float-quantized", _FP8 | {"strategy": "tensor"}, _FP8 | {"strategy": "tensor"}),
+        {"more": {f"model.layers.{i}.mlp.down_proj.input_scale": torch.ones(1) for i in (0, 1)}},
+    ),
+    "FP8 dynamic": (
+        formats.fp8("channel"),
+        formats.compressed_tensors(
+            "float-quantized", _FP8 | {"strategy": "channel"}, _FP8 | {"strategy": "token", "dynamic": True}
+        ),
+        {},
+    ),
+    "FP8 blocks": (
+        formats.fp8("block"),
+        formats.compressed_tensors("float-quantized", _FP8 | {"strategy": "block", "block_structure": [64, 64]}),
+        {},
+    ),
+    "fp8 per tensor": (
+        formats.fp8("tensor"),
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        {"more": {"model.layers.0.self_attn.q_proj.input_scale": torch.ones(1)}},
+    ),
+    "fp8 per channel": (formats.fp8("channel"), {"quant_method": "fbgemm_fp8"}, {}),
+    "fp8 blocks": (
+        formats.fp8("block", "weight_scale_inv"),
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [64, 64]},
+        {"only": lambda name: "layers.1.mlp" not in name},
+    ),
+    "W8A16 asymmetric": (formats.packed(8, 32, symmetric=False), _packed(8, 32, symmetric=False), {}),
 }
 
 
@@ -96,7 +157,9 @@ def test_weights_are_those_that_the_checkpoint_means(name: str, tmp_path: pathli
     assert (found - original()).abs().max() > 0.005
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq 3 bits", "gptq act-order", "gptq with a head", "gptq dynamic"])
+@pytest.mark.parametrize(
+    "name", ["awq", "gptq 3 bits", "gptq act-order", "gptq with a head", "W4A16 asymmetric", "fp8 blocks"]
+)
 def test_ranks_share_quantized_matrices(name: str, tmp_path: pathlib.Path) -> None:
     quantized, meant = made(name, tmp_path)
     config = make_model_config(quantized)
@@ -122,6 +185,118 @@ def test_groups_that_ranks_cannot_split(tmp_path: pathlib.Path) -> None:
         "--tensor-parallel-size 8 cannot split the 192 inputs of model.layers.0.mlp.down_proj, which are quantized "
         "in groups of 64; possible are 1, 2, 3, 4, 6, 12, 24, 48"
     )
+
+
+# ---- inputs in 8 bits ------------------------------------------------------------------------------------------
+
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+TOKENS = random_tokens(12, VOCAB_SIZE, seed=21)
+_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+_STATIC = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "symmetric": True}
+_SCALE, _ZERO = torch.tensor([0.04]), torch.tensor([-20], dtype=torch.int8)
+
+
+def per_token(x: torch.Tensor) -> torch.Tensor:
+    """x as symmetric 8 bits with a scale per token."""
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return (x / scale).round() * scale
+
+
+def per_token_asymmetric(x: torch.Tensor) -> torch.Tensor:
+    """x as 8 bits whose range is that of the token and 0."""
+    low, high = x.amin(-1, keepdim=True).clamp_max(0), x.amax(-1, keepdim=True).clamp_min(0)
+    scale = (high - low) / 255
+    zero = (-128 - low / scale).round()
+    return (((x / scale).round() + zero).clamp(-128, 127) - zero) * scale
+
+
+def static(scale: float, zero: int) -> Rounding:
+    """Rounds to 8 bits of a given scale and zero."""
+    return lambda x: (((x / scale).round() + zero).clamp(-128, 127) - zero) * scale
+
+
+def expected_with_inputs(meant: str, rounding: Rounding) -> torch.Tensor:
+    """Log-probabilities [T, V] of prompts of one token each, with rounded inputs of all layers but the head."""
+    model = TransformersModel(meant).model
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.register_forward_pre_hook(lambda _module, inputs: (rounding(inputs[0]),))
+    with torch.inference_mode():
+        return model(torch.tensor(TOKENS)[:, None]).logits[:, 0].log_softmax(-1)
+
+
+def assert_rounded_alike(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """A rounding that goes the other way changes one token much; that may happen, rarely."""
+    differences = (found - expected).abs().amax(-1)
+    assert differences.sort().values[-2] < 5e-4
+
+
+# name → writer, quantization_config, rounding of inputs
+ROUNDING_INPUTS: dict[str, tuple[formats.Writer, dict[str, Any], Rounding]] = {
+    "W8A8": (formats.int8(), formats.compressed_tensors("int-quantized", _INT8, _TOKEN), per_token),
+    "W8A8 asymmetric": (
+        formats.int8(),
+        formats.compressed_tensors("int-quantized", _INT8, _TOKEN | {"symmetric": False}),
+        per_token_asymmetric,
+    ),
+    "W8A8 static": (
+        formats.int8(per_output=False, more={"input_scale": _SCALE}),
+        formats.compressed_tensors("int-quantized", _INT8 | {"strategy": "tensor"}, _STATIC),
+        static(0.04, 0),
+    ),
+    "W8A8 static asymmetric": (
+        formats.int8(more={"input_scale": _SCALE, "input_zero_point": _ZERO}),
+        formats.compressed_tensors("int-quantized", _INT8, _STATIC | {"symmetric": False}),
+        static(0.04, -20),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDING_INPUTS)
+def test_inputs_are_rounded(name: str, tmp_path: pathlib.Path) -> None:
+    writer, declared, rounding = ROUNDING_INPUTS[name]
+    quantized, meant = formats.write(tmp_path, writer, declared)
+    found = one_token_each(PagedDriver(make_model_config(quantized), max_rows=len(TOKENS)))
+    assert_rounded_alike(found, expected_with_inputs(meant, rounding))
+    assert (found - expected_with_inputs(meant, lambda x: x)).abs().max() > 0.02
+
+
+def one_token_each(driver: PagedDriver) -> torch.Tensor:
+    """Log-probabilities [T, V] of prompts of one token each, in one batch."""
+    rows = driver.step({row: [token] for row, token in enumerate(TOKENS)})
+    return torch.cat([rows[row] for row in range(len(TOKENS))])
+
+
+def test_ranks_round_inputs_by_measured_scales(tmp_path: pathlib.Path) -> None:
+    writer, declared, rounding = ROUNDING_INPUTS["W8A8 static asymmetric"]
+    quantized, meant = formats.write(tmp_path, writer, declared)
+    config = make_model_config(quantized)
+
+    def run(context: BuildContext) -> torch.Tensor:
+        model = load_model(config, LoadConfig(use_tqdm=False), context)
+        return one_token_each(PagedDriver(config, max_rows=len(TOKENS), model=model))
+
+    expected = expected_with_inputs(meant, rounding)
+    for found in on_ranks(2, run):
+        assert_rounded_alike(found, expected)
+
+
+def test_scales_of_matrices_with_the_same_inputs_are_joined(tmp_path: pathlib.Path) -> None:
+    """The joined range is that of both."""
+
+    def writer(name: str, weight: torch.Tensor) -> formats.Written:
+        is_key = name.endswith("k_proj")
+        more = {"input_scale": torch.tensor(0.03 if is_key else 0.04)}
+        return formats.int8(more=more | {"input_zero_point": _ZERO[0] if is_key else -_ZERO[0]})(name, weight)
+
+    declared = formats.compressed_tensors("int-quantized", _INT8, _STATIC | {"symmetric": False})
+    quantized, _ = formats.write(tmp_path, writer, declared)
+    model = load(make_model_config(quantized))
+    q_proj = model.decoder_layers[0].self_attn.qkv_proj  # type: ignore[attr-defined]
+    q, scales, offsets = q_proj.activation_quant.quantize(torch.tensor([[-5.92, 4.41, 0.0]]))
+    # from -148 * 0.04 to 147 * 0.03
+    assert scales.tolist() == [pytest.approx((5.92 + 4.41) / 255)]
+    assert q.tolist() == [[-128, 127, offsets.item()]]
 
 
 def _dtype_texts(directory: str, **options: Any) -> list[tuple[int, ...]]:

@@ -57,18 +57,22 @@ class AwqScheme(QuantScheme):
             quantized = layer.kind is LayerKind.LINEAR and not any(name in layer.prefix for name in self._excluded)
         if not quantized:
             return UnquantizedScheme().method_for(layer)
-        return WeightOnlyLinear(_AwqFormat(self._group_size, layer.total_in_features))
+        return WeightOnlyLinear(_AwqFormat(self._group_size))
 
 
 class _AwqFormat(MatrixFormat):
     code = "uint4"
 
-    def __init__(self, group_size: int, in_features: int) -> None:
-        self.group_size: int = in_features if group_size == -1 else group_size
+    def __init__(self, group_size: int) -> None:
+        self._group_size = group_size
+
+    def group_size(self, in_features: int) -> int:
+        return in_features if self._group_size == -1 else self._group_size
 
     def parts(self, layer: LinearLayer, output: LinearOutput) -> Mapping[str, TensorPart]:
         words, _ = packed_range(output.shard, _BITS, output.total)
-        count, groups = layer.total_in_features, -(-layer.total_in_features // self.group_size)
+        count = layer.total_in_features
+        groups = -(-count // self.group_size(count))
         width, every = packed_size(output.total, _BITS), Shard(0, groups)
         name = output.name
         return {
@@ -81,7 +85,8 @@ class _AwqFormat(MatrixFormat):
         _, skipped = packed_range(output.shard, _BITS, output.total)
         rows = slice(skipped, skipped + output.shard.size)
         codes, zeros = (_unpack(tensors[key])[rows] for key in ("codes", "zeros"))
-        return CodedMatrix(codes, tensors["scales"].T, zeros, plain_groups(layer.in_shard, self.group_size))
+        groups = plain_groups(layer.in_shard, self.group_size(layer.total_in_features))
+        return CodedMatrix(codes, tensors["scales"].T, zeros, groups)
 
 
 def _unpack(words: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,8 @@ class LinearLayer(Protocol):
         in_shard: the columns that this rank holds.
         in_features: number of the columns that this rank holds.
         out_features: rows of all outputs that this rank holds.
-        has_bias: whether there will be a bias; only the first of the ranks that share the inputs adds it.
+        has_bias: whether the checkpoint has a bias of the usual form. A method whose format has another one sets it
+            to False in `create_weights`, and `bias` in `after_load`. Of ranks that split inputs the first adds it.
         bias: [out_features] in `dtype`, or None.
         checkpoint_shapes: of the checkpoint's tensors, see `BuildContext`.
         checkpoint_dtypes: their dtypes.

@@ -58,7 +58,7 @@ class GptqScheme(QuantScheme):
             return UnquantizedScheme().method_for(layer)
         parameters = self._parameters | (overrides[0] or {})
         _check(parameters)
-        return WeightOnlyLinear(_GptqFormat(parameters, layer.total_in_features))
+        return WeightOnlyLinear(_GptqFormat(parameters))
 
     def _overrides(self, name: str) -> dict[str, Any] | None:
         """What `dynamic` says of a matrix; None: that it is not quantized. The first rule that fits counts."""
@@ -91,22 +91,28 @@ def _check(parameters: Mapping[str, Any]) -> None:
 
 
 class _GptqFormat(MatrixFormat):
-    def __init__(self, parameters: Mapping[str, Any], in_features: int) -> None:
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
         self._bits: int = parameters["bits"]
         # codes of fewer bits are moved to the middle of 4
         self.code = "uint8" if self._bits == 8 else "uint4"
         self._is_v2 = parameters.get("checkpoint_format") == "gptq_v2"
-        group_size = int(parameters["group_size"])
-        self._group_size = in_features if group_size == -1 else group_size
-        is_ordered = bool(parameters.get("desc_act")) and self._group_size < in_features
-        self._has_order = is_ordered
-        self.group_size = None if is_ordered and not parameters.get("static_groups") else self._group_size
+        self._stated_size = int(parameters["group_size"])
+        # without groups the order has no effect
+        self._has_order = bool(parameters.get("desc_act")) and self._stated_size != -1
+        self._is_free = self._has_order and not parameters.get("static_groups")
+
+    def group_size(self, in_features: int) -> int:
+        return 1 if self._is_free else self._size(in_features)
+
+    def _size(self, in_features: int) -> int:
+        """Inputs of a group."""
+        return in_features if self._stated_size == -1 else self._stated_size
 
     def parts(self, layer: LinearLayer, output: LinearOutput) -> Mapping[str, TensorPart]:
         name, total, bits = output.name, output.total, self._bits
         inputs, _ = packed_range(layer.in_shard, bits, layer.total_in_features)
         words, _ = packed_range(output.shard, bits, total)
-        groups = -(-layer.total_in_features // self._group_size)
+        groups = -(-layer.total_in_features // self._size(layer.total_in_features))
         every, count = Shard(0, groups), layer.total_in_features
         parts = {
             "codes": TensorPart(
@@ -128,7 +134,7 @@ class _GptqFormat(MatrixFormat):
         zeros = unpack_words(tensors["zeros"], bits)[:, skipped : skipped + output.shard.size].T
         if not self._is_v2:
             zeros = zeros + 1 & 2**bits - 1
-        groups = plain_groups(inputs, self._group_size)
+        groups = plain_groups(inputs, self._size(layer.total_in_features))
         if self._has_order:
             groups = tensors["groups"].long()
             if bool((groups < 0).any()) or bool((groups >= zeros.shape[1]).any()):

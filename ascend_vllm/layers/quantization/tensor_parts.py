@@ -14,7 +14,7 @@ import torch
 from ascend_vllm.distributed.parallel_context import Shard
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.base import WeightSlot
-from ascend_vllm.layers.quantization.base import LinearLayer
+from ascend_vllm.layers.quantization.base import LinearLayer, LinearOutput
 
 # bits of the integers that values are packed in
 _WORD = 32
@@ -85,6 +85,27 @@ def stray_bias_slots(layer: LinearLayer) -> list[WeightSlot]:
     ]
 
 
+class _Unread:
+    """A target that takes nothing."""
+
+    def __init__(self, size: int) -> None:
+        self.shape = (size,)
+        self.dtype = torch.float32
+
+    def copy_(self, _source: torch.Tensor) -> None:
+        pass
+
+
+def unread_bias_slots(layer: LinearLayer) -> list[WeightSlot]:
+    """Slots of biases that a checkpoint has in another form, too."""
+    totals = {f"{output.name}.bias": output.total for output in layer.outputs}
+    return [
+        WeightSlot(name, (total,), _Unread(total))
+        for name, total in totals.items()
+        if name in layer.checkpoint_shapes
+    ]
+
+
 def is_quantized(layer: LinearLayer, suffix: str) -> bool | None:
     """Whether a layer's matrices are quantized, by whether the checkpoint has their tensors with a suffix.
 
@@ -143,6 +164,51 @@ def _unpack_three(words: torch.Tensor) -> torch.Tensor:
     triples = parts.view(*parts.shape[:-1], -1, 3)
     numbers = triples[..., 0] | triples[..., 1] << 8 | triples[..., 2] << 16
     return torch.stack([numbers >> shift & 7 for shift in range(0, 24, 3)], -1).flatten(-2).to(torch.uint8)
+
+
+def rows_part(
+    layer: LinearLayer, output: LinearOutput, suffix: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> TensorPart:
+    """A tensor with a value or several per output, or one for all of them.
+
+    Args:
+        layer: the layer.
+        output: the matrix.
+        suffix: of the tensor's name.
+        shape: [N, ...] that it has if the checkpoint does not show another one, as weights are random.
+        dtype: of it.
+
+    Raises:
+        ModelLoadError: it has another size.
+    """
+    name = f"{output.name}.{suffix}"
+    found = layer.checkpoint_shapes.get(name, shape)
+    if math.prod(found) == 1:
+        return TensorPart(name, found, dtype)
+    if math.prod(found) != math.prod(shape) or found[0] != output.total:
+        raise ModelLoadError(f"tensor {name} has shape {list(found)}, but its matrix asks for {list(shape)}")
+    return TensorPart(name, found, dtype, (output.shard,))
+
+
+def number_part(layer: LinearLayer, output: LinearOutput, suffix: str, dtype: torch.dtype) -> TensorPart:
+    """A tensor with one value for a whole matrix, of any dtype that the checkpoint has.
+
+    Raises:
+        ModelLoadError: it has several.
+    """
+    name = f"{output.name}.{suffix}"
+    shape = layer.checkpoint_shapes.get(name, (1,))
+    if math.prod(shape) != 1:
+        raise ModelLoadError(f"tensor {name} has shape {list(shape)}, but it must be one value")
+    found = layer.checkpoint_dtypes.get(name, dtype)
+    return TensorPart(name, shape, torch.float32 if found.is_floating_point else found)
+
+
+def to_rows(values: torch.Tensor, output: LinearOutput) -> torch.Tensor:
+    """What was loaded of a `rows_part`: [N, M], with M = 1 of a single value or of one per output."""
+    return (
+        values.reshape(1, 1).expand(output.shard.size, 1) if values.numel() == 1 else values.reshape(len(values), -1)
+    )
 
 
 def same(values: Sequence[object]) -> bool:

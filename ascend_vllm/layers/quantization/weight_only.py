@@ -48,11 +48,13 @@ class MatrixFormat(abc.ABC):
 
     Attributes:
         code: one of `ops.quantized_gemm.CODES`.
-        group_size: consecutive inputs with the same scale; None: any inputs, as the checkpoint says, or all.
     """
 
     code: str
-    group_size: int | None
+
+    @abc.abstractmethod
+    def group_size(self, in_features: int) -> int:
+        """How many consecutive inputs of a matrix have the same scale; 1: the checkpoint says which ones do."""
 
     @abc.abstractmethod
     def parts(self, layer: LinearLayer, output: LinearOutput) -> Mapping[str, TensorPart]:
@@ -84,8 +86,7 @@ class WeightOnlyLinear(QuantMethod):
             ConfigError: ranks cannot split the inputs within groups.
         """
         check_device(layer)
-        if self._format.group_size is not None:
-            _check_groups(layer, self._format.group_size)
+        _check_groups(layer, self._format.group_size(layer.total_in_features))
         for output in layer.outputs:
             self._loading.append({key: KeptPart(part) for key, part in self._format.parts(layer, output).items()})
         slots = [part.slot for parts in self._loading for part in parts.values()]
@@ -219,7 +220,7 @@ def _check_groups(layer: LinearLayer, group_size: int) -> None:
         is_within_groups = size < total and group_size % size == 0
         return is_within_groups or math.gcd(size, group_size) % GROUP_MULTIPLE == 0
 
-    if group_size >= total:
+    if group_size == 1 or group_size >= total:
         return
     if group_size % GROUP_MULTIPLE:
         raise ModelLoadError(
