@@ -6,6 +6,8 @@
 // panels' layout, [depth, lanes], until all keys are done.
 #pragma once
 
+#include <utility>
+
 #include "cpu/kernels/paged_products.h"
 
 namespace ascend_vllm {
@@ -43,6 +45,70 @@ struct LanesPart {
     return {memory, memory + lanes(rows) * width, memory + lanes(rows) * (width + 1)};
   }
 };
+
+template <class Vector, int... kAt>
+inline void interleave_vectors(Vector first, Vector second, bfloat16* to, std::integer_sequence<int, kAt...>) {
+  constexpr int kCount = sizeof...(kAt);
+#if defined(__clang__) || __GNUC__ >= 12
+  const Vector low = __builtin_shufflevector(first, second, (kAt / 2 + kAt % 2 * kCount)...);
+  const Vector high = __builtin_shufflevector(first, second, ((kAt + kCount) / 2 + kAt % 2 * kCount)...);
+#else
+  const Vector low = __builtin_shuffle(first, second, Vector{(kAt / 2 + kAt % 2 * kCount)...});
+  const Vector high = __builtin_shuffle(first, second, Vector{((kAt + kCount) / 2 + kAt % 2 * kCount)...});
+#endif
+  __builtin_memcpy(to, &low, sizeof low);
+  __builtin_memcpy(to + kCount, &high, sizeof high);
+}
+
+// to[2 i] = first[i], to[2 i + 1] = second[i] for kCount elements; GCC does not make such instructions of a
+// loop.
+template <int kCount>
+inline void interleave(const bfloat16* first, const bfloat16* second, bfloat16* to) {
+  typedef uint16_t Vector __attribute__((vector_size(2 * kCount)));
+  Vector a, b;
+  __builtin_memcpy(&a, first, sizeof a);
+  __builtin_memcpy(&b, second, sizeof b);
+  interleave_vectors(a, b, to, std::make_integer_sequence<int, kCount>{});
+}
+
+// scores[k, lanes] = scale * keys[k] . queries for 8 keys [8, size] and kVecs vectors of queries.
+template <class Kind, int kVecs>
+inline void score_eight(const typename Kind::Key* keys, const typename Kind::Query* queries, int64_t size,
+                        VecF scale, float* scores) {
+  VecF acc[8][kVecs];
+  for (auto& of_key : acc) {
+    for (VecF& sum : of_key) sum = set1(0.0f);
+  }
+  // two pointers and two distances, which the compiler must not replace by eight pointers: they would not fit
+  // into the registers
+  int64_t one = size, three = 3 * size;
+  asm("" : "+r"(one), "+r"(three));
+  for (int64_t d = 0; d < size; d += Kind::kPaired) {
+    const typename Kind::Key *low = keys + d, *high = low + 4 * size;
+    asm("" : "+r"(low), "+r"(high));
+    typename Kind::Lanes query[kVecs];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) query[v] = Kind::lanes(queries + (d * kVecs + v * Kind::kPaired) * kLanes);
+    const auto add = [&](int k, const typename Kind::Key* at) __attribute__((always_inline)) {
+      const auto key = Kind::broadcast(at);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) acc[k][v] = Kind::multiply_add(acc[k][v], key, query[v]);
+    };
+    add(0, low);
+    add(1, low + one);
+    add(2, low + 2 * one);
+    add(3, low + three);
+    add(4, high);
+    add(5, high + one);
+    add(6, high + 2 * one);
+    add(7, high + three);
+  }
+#pragma GCC unroll 8
+  for (int k = 0; k < 8; ++k) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) store(scores + (k * kVecs + v) * kLanes, acc[k][v] * scale);
+  }
+}
 
 template <class T>
 class LatentLanes {
@@ -119,10 +185,11 @@ class LatentLanes {
         const int64_t high = seen_keys(rows_, first, kVecs * kLanes, tile, 0, end).high;
         if (high > 0) score_panel<kVecs>(first, tile, high, key_end, keys, part);
       });
+      const TileRows<T> in_place = values_in_place(tile, end);
       for (int64_t depth = 0; depth < width; depth += kDepths) {
         const int64_t depths = min_of(kDepths, width - depth);
         int64_t base = 0;
-        const TileRows<Key> values = tile_values(tile, end, depth, depths, keys, base);
+        const TileRows<Key> values = tile_values(in_place, end, depth, depths, keys, base);
         for_panels(rows_.count(), [&](int64_t first, auto vecs) {
           constexpr int kVecs = decltype(vecs)::value, kCount = kBlock<kVecs>;
           const int64_t high = seen_keys(rows_, first, kVecs * kLanes, tile, 0, end).high;
@@ -199,46 +266,51 @@ class LatentLanes {
     return rows;
   }
 
+  // The tile's values in place.
+  TileRows<T> values_in_place(int64_t tile, int64_t end) const {
+    TileRows<T> rows{{}, attended_.run(), attended_.value_stride};
+    for (int64_t n = 0; n < end; n += rows.run) rows.runs[n / rows.run] = attended_.value(tile + n);
+    return rows;
+  }
+
   // `depths` elements of the tile's values from `depth` on; they begin at element `base` of the rows returned.
-  // With Pairs they are copied as [kTileKeys / 2, depths, 2].
-  TileRows<Key> tile_values(int64_t tile, int64_t end, int64_t depth, int64_t depths, const TileRows<Key>& keys,
-                            int64_t& base) {
-    const int64_t run = attended_.run();
+  // With Pairs they are copied as [kTileKeys / 2, kDepths, 2].
+  TileRows<Key> tile_values(const TileRows<T>& in_place, int64_t end, int64_t depth, int64_t depths,
+                            const TileRows<Key>& keys, int64_t& base) {
+    const int64_t stride = in_place.size;
     if constexpr (Kind::kPaired == 2) {
-      for (int64_t n = 0; n < end; n += 2) {
-        const T* from = attended_.value(tile + n) + depth;
-        Key* to = values_ + n * kDepths;
-        if (n + 1 < end && depths == kDepths) {
-          interleave<kDepths>(from, from + attended_.value_stride, to);
-        } else {
+      for (int64_t first = 0; first < end; first += in_place.run) {
+        const T* from = in_place.runs[first / in_place.run] + depth;
+        const int64_t last = min_of(first + in_place.run, end);
+        int64_t n = first;
+        if (depths == kDepths) {
+          for (; n + 1 < last; n += 2, from += 2 * stride) {
+            for (int64_t d = 0; d < kDepths; d += 2 * kLanes) {
+              interleave<2 * kLanes>(from + d, from + stride + d, values_ + n * kDepths + 2 * d);
+            }
+          }
+        }
+        for (; n < last; n += 2, from += 2 * stride) {
           // memory beyond the keys in use may contain NaN, which a weight of zero would not mask
+          const bool is_pair = n + 1 < last;
+          Key* to = values_ + n * kDepths;
           for (int64_t d = 0; d < depths; ++d) {
             to[2 * d] = from[d];
-            to[2 * d + 1] = n + 1 < end ? from[attended_.value_stride + d] : Key{};
+            to[2 * d + 1] = is_pair ? from[stride + d] : Key{};
           }
         }
       }
       return {{values_}, kTileKeys, kDepths};
     } else if constexpr (std::is_same_v<T, Key>) {
-      TileRows<Key> rows{{}, run, attended_.value_stride};
-      for (int64_t n = 0; n < end; n += run) rows.runs[n / run] = attended_.value(tile + n);
       base = depth;
-      return rows;
+      return in_place;
     } else {
       if (attended_.values == attended_.keys) {
         base = depth;
         return keys;
       }
-      for (int64_t n = 0; n < end; ++n) widen(attended_.value(tile + n) + depth, values_ + n * kDepths, depths);
+      for (int64_t n = 0; n < end; ++n) widen(in_place.at(n) + depth, values_ + n * kDepths, depths);
       return {{values_}, kTileKeys, kDepths};
-    }
-  }
-
-  template <int kCount>
-  static void interleave(const Key* first, const Key* second, Key* to) {
-    for (int d = 0; d < kCount; ++d) {
-      to[2 * d] = first[d];
-      to[2 * d + 1] = second[d];
     }
   }
 
@@ -257,7 +329,11 @@ class LatentLanes {
     const VecF scale = set1(scale_);
     for (int64_t n = 0; n < high; n += kCount) {
       if (first == 0) prefetch(tile + kTileKeys + n, kCount, key_end);
-      score_keys<Kind, kCount, kVecs>(keys.at(n), queries_ + first * size, size, scale, scores_ + n * kWidth);
+      if constexpr (kCount == 8) {
+        score_eight<Kind, kVecs>(keys.at(n), queries_ + first * size, size, scale, scores_ + n * kWidth);
+      } else {
+        score_keys<Kind, kCount, kVecs>(keys.at(n), queries_ + first * size, size, scale, scores_ + n * kWidth);
+      }
     }
     hide<kWidth>(rows_, first, tile, 0, high, scores_);
     weigh<kVecs>(first, high, part);
@@ -311,7 +387,10 @@ class LatentLanes {
 #pragma GCC unroll 4
         for (int v = 0; v < kVecs; ++v) {
           const VecF weight = weight_of(n, v), next = weight_of(n + 1, v);
-          store_pairs(weights + n * kWidth + 2 * v * kLanes, weight, next);
+          alignas(64) Query rounded[2 * kLanes];
+          store(rounded, weight);
+          store(rounded + kLanes, next);
+          interleave<kLanes>(rounded, rounded + kLanes, weights + n * kWidth + 2 * v * kLanes);
           sum[v] = sum[v] + weight + next;
         }
       }
