@@ -260,15 +260,16 @@ class AscendLatentAttention(AttentionBackend):
         """See `AttentionBackend.forward_latent`."""
         if self._mask is None:
             raise RuntimeError("the attention backend has no KV cache: call bind first")
-        if rotary.is_neox:
-            raise RuntimeError("the NPU's operators rotate neighbouring elements of latent attention's keys only")
         num_tokens = query.shape[0]
-        query = query.view(num_tokens, spec.num_heads, _HEAD_WIDTH + _ROTARY_WIDTH)
         # the operators take no strided rows
-        nope = query[..., :_HEAD_WIDTH].contiguous()
+        nope, rope = query.view(num_tokens, spec.num_heads, -1).split((_HEAD_WIDTH, _ROTARY_WIDTH), -1)
+        nope = nope.contiguous()
+        if rotary.is_neox:
+            latents, keys = latent.split((_LATENT_WIDTH, _ROTARY_WIDTH), -1)
+            rope, latent = _as_neighbours(rope), torch.cat((latents, _as_neighbours(keys)), -1)
         store = torch.ops.ascend_vllm.ascend_rotate_and_store if metadata.is_compiled else _rotate_and_store
         rope = store(
-            query[..., _HEAD_WIDTH:].contiguous().view(num_tokens, spec.num_heads, 1, _ROTARY_WIDTH),
+            rope.contiguous().view(num_tokens, spec.num_heads, 1, _ROTARY_WIDTH),
             latent.contiguous().view(num_tokens, 1, 1, _LATENT_WIDTH + _ROTARY_WIDTH),
             weights.norm,
             *metadata.cos_and_sin(rotary, query.dtype),
@@ -284,6 +285,11 @@ class AscendLatentAttention(AttentionBackend):
             for prepared in metadata.parts
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _as_neighbours(x: torch.Tensor) -> torch.Tensor:
+    """x [..., F] with elements i and i+F/2, which are rotated together, as 2i and 2i+1: the operators' order."""
+    return x.unflatten(-1, (2, _ROTARY_WIDTH // 2)).transpose(-1, -2).flatten(-2)
 
 
 def _upload(part: LatentPart, batch: ForwardBatch) -> DevicePart:

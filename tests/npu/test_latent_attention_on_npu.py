@@ -227,6 +227,18 @@ def test_heads(num_heads: int, dtype: torch.dtype) -> None:
     check(make_problem(MIXED, num_heads, dtype))
 
 
+def test_pairs_that_are_halves() -> None:
+    """The same step of a model that has the elements of pairs in another order."""
+    problem = make_problem(MIXED)
+    query = problem.query.view(len(problem.query), -1, Q + F)
+    nope, rope = query.split([Q, F], -1)
+    problem.query = torch.cat([nope, torch.cat([rope[..., ::2], rope[..., 1::2]], -1)], -1).flatten(1)
+    latents, keys = problem.latent.split([L, F], -1)
+    problem.latent = torch.cat([latents, keys[:, ::2], keys[:, 1::2]], -1)
+    problem.rotary = dataclasses.replace(problem.rotary, is_neox=True)
+    check(problem)
+
+
 def test_tokens_that_are_stored_nowhere() -> None:
     """As many rows as there may be, of which most have ended: their slots are negative."""
     rows = [(1, 3 + row % 9) for row in range(MAX_ROWS)]
