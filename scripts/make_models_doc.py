@@ -9,6 +9,10 @@ from ascend_vllm.models.registry import MODELS
 
 OUTPUT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "models.md"
 
+# tokens of the KV cache that a model has to fit with, and GiB for processes and the largest step
+CACHED_TOKENS = 8192
+BESIDE_GIB = 2
+
 HEADER = """\
 # Models
 
@@ -25,9 +29,16 @@ formulas of the family's repository (`tests/models/old_layouts.py`). The checkpo
 
 Activations of Gemma 2, Gemma 3 and GLM-4-0414 exceed float16, which is refused; `--dtype auto` chooses bfloat16.
 
-Weights take two bytes per parameter in float16 and bfloat16 (7B: 14 GB, 13B: 26 GB, 72B: 144 GB), divided by
-`--tensor-parallel-size` and `--pipeline-parallel-size`; the KV cache takes memory beside them. A model fits a machine
-or device whose memory is larger than that.
+Which size fits which memory is in [a table below](#what-fits).
+"""
+
+WHAT_FITS = f"""
+## What fits
+
+The largest model of a family that fits a machine's memory, or that of all devices together, in float16 or bfloat16:
+two bytes per parameter, a KV cache of {CACHED_TOKENS:,} tokens and {BESIDE_GIB} GiB for everything else. Workers of
+`--tensor-parallel-size` and `--pipeline-parallel-size` share weights and KV cache evenly; of DeepSeek's latents each
+worker has all. The last row is what 1,000 tokens more take in the KV cache of the largest model.
 """
 
 FOOTER = """
@@ -155,6 +166,87 @@ ROWS = {
 }
 
 
+class Size(NamedTuple):
+    """A model of a family.
+
+    Attributes:
+        name: short for it.
+        parameters: in billions.
+        kv_bytes: of a token in all layers, with two bytes per number.
+    """
+
+    name: str
+    parameters: float
+    kv_bytes: int
+
+    @property
+    def num_bytes(self) -> float:
+        """Memory that it needs."""
+        return 2e9 * self.parameters + CACHED_TOKENS * self.kv_bytes + BESIDE_GIB * 2**30
+
+
+def _kv_bytes(layers: int, kv_heads: int, head_size: int) -> int:
+    return 2 * 2 * layers * kv_heads * head_size
+
+
+def _latent_bytes(layers: int) -> int:
+    return 2 * layers * (512 + 64)
+
+
+# family → its models, the smallest first; parameters as published, layers and heads of config.json
+SIZES = {
+    "Qwen2.5": [
+        Size("0.5B", 0.49, _kv_bytes(24, 2, 64)),
+        Size("1.5B", 1.54, _kv_bytes(28, 2, 128)),
+        Size("3B", 3.09, _kv_bytes(36, 2, 128)),
+        Size("7B", 7.62, _kv_bytes(28, 4, 128)),
+        Size("14B", 14.8, _kv_bytes(48, 8, 128)),
+        Size("32B", 32.8, _kv_bytes(64, 8, 128)),
+        Size("72B", 72.7, _kv_bytes(80, 8, 128)),
+    ],
+    "Llama 3": [
+        Size("3.2 1B", 1.24, _kv_bytes(16, 8, 64)),
+        Size("3.2 3B", 3.21, _kv_bytes(28, 8, 128)),
+        Size("3.1 8B", 8.03, _kv_bytes(32, 8, 128)),
+        Size("3.1 70B", 70.6, _kv_bytes(80, 8, 128)),
+        Size("3.1 405B", 406.0, _kv_bytes(126, 8, 128)),
+    ],
+    "Mistral, Mixtral": [
+        Size("7B", 7.25, _kv_bytes(32, 8, 128)),
+        Size("Nemo 12B", 12.2, _kv_bytes(40, 8, 128)),
+        Size("8x7B", 46.7, _kv_bytes(32, 8, 128)),
+        Size("8x22B", 141.0, _kv_bytes(56, 8, 128)),
+    ],
+    "Qwen's mixtures": [
+        Size("1.5-MoE A2.7B", 14.3, _kv_bytes(24, 16, 128)),
+        Size("3 30B-A3B", 30.5, _kv_bytes(48, 4, 128)),
+        Size("2 57B-A14B", 57.4, _kv_bytes(28, 4, 128)),
+        Size("3 235B-A22B", 235.0, _kv_bytes(94, 4, 128)),
+    ],
+    "DeepSeek": [
+        Size("V2-Lite 16B", 15.7, _latent_bytes(27)),
+        Size("V2 236B", 236.0, _latent_bytes(60)),
+        Size("V3 671B", 671.0, _latent_bytes(61)),
+    ],
+    "GLM-4": [Size("9B", 9.4, _kv_bytes(40, 2, 128)), Size("0414 32B", 32.6, _kv_bytes(61, 2, 128))],
+}
+MEMORIES_GIB = (8, 16, 24, 32, 64, 128, 192, 256, 512, 1024, 1536)
+
+
+def _what_fits() -> list[str]:
+    """Lines of the table of sizes."""
+    head = " | ".join(SIZES)
+    lines = [f"\n| memory | {head} |\n|---|{'---|' * len(SIZES)}\n"]
+    for memory in MEMORIES_GIB:
+        largest = [
+            next((size.name for size in reversed(sizes) if size.num_bytes <= memory * 2**30), "")
+            for sizes in SIZES.values()
+        ]
+        lines.append(f"| {memory} GiB | {' | '.join(largest)} |\n")
+    more = [f"{sizes[-1].kv_bytes * 1000 / 1e6:.0f} MB" for sizes in SIZES.values()]
+    return [*lines, f"| 1,000 tokens more | {' | '.join(more)} |\n"]
+
+
 def render() -> str:
     """The whole page.
 
@@ -167,7 +259,7 @@ def render() -> str:
     for name in sorted(ROWS, key=str.lower):
         row = ROWS[name]
         parts.append(f"| `{name}` | {row.models} | {row.reference} | yes | {row.npu} | {row.remarks} |\n")
-    return "".join([*parts, FOOTER])
+    return "".join([*parts, WHAT_FITS, *_what_fits(), FOOTER])
 
 
 if __name__ == "__main__":
