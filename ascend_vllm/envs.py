@@ -88,7 +88,8 @@ def cache_root() -> pathlib.Path:
 
 
 def cpu_isa() -> str | None:
-    """`ASCEND_VLLM_CPU_ISA`: forces the kernels' instruction set (amx_bf16, avx512_bf16, avx512, avx2, scalar)."""
+    """`ASCEND_VLLM_CPU_ISA`: forces the kernels' instruction set (amx_bf16, avx512_bf16, avx512_vnni, avx512, avx2,
+    scalar)."""
     return os.environ.get("ASCEND_VLLM_CPU_ISA") or None
 
 

@@ -50,14 +50,16 @@ _AVX512_FLAGS = (
     # GCC 12 warns of the undefined lanes its own intrinsics headers pass on purpose (GCC bug 105593).
     "-Wno-uninitialized", "-Wno-maybe-uninitialized",
 )  # fmt: skip
-_AVX512_BF16_FLAGS = (*_AVX512_FLAGS, "-mavx512bf16")
+_AVX512_VNNI_FLAGS = (*_AVX512_FLAGS, "-mavx512vnni")
+_AVX512_BF16_FLAGS = (*_AVX512_VNNI_FLAGS, "-mavx512bf16")
 # Instruction set -> flags; the sets a machine cannot have are not built for it.
 VARIANTS: dict[str, tuple[str, ...]] = {"scalar": ()}
 if platform.machine().lower() in ("x86_64", "amd64"):
-    VARIANTS |= {"avx2": _AVX2_FLAGS, "avx512": _AVX512_FLAGS, "avx512_bf16": _AVX512_BF16_FLAGS}
+    VARIANTS |= {"avx2": _AVX2_FLAGS, "avx512": _AVX512_FLAGS, "avx512_vnni": _AVX512_VNNI_FLAGS}
+    VARIANTS |= {"avx512_bf16": _AVX512_BF16_FLAGS}
     VARIANTS |= {"amx_bf16": (*_AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16")}
 # What a kernel must ask for to be built for a set: the others would be the same as for the set below.
-ASKED_FOR = {"amx_bf16": "__AMX_BF16__"}
+ASKED_FOR = {"amx_bf16": "__AMX_BF16__", "avx512_vnni": "__AVX512VNNI__"}
 
 NO_COMPILER = """
 ********************************************************************************************

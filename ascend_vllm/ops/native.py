@@ -92,7 +92,7 @@ _OTHER_KERNELS = len(_DTYPES) * len(KERNEL_CLASSES)
 
 
 def cpu_isa(kernel_class: str | None = None, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """``amx_bf16``, ``avx512_bf16``, ``avx512``, ``avx2`` or ``scalar``, as used now; None without kernels.
+    """The instruction set that is used now, such as ``avx512_bf16`` or ``scalar``; None without kernels.
 
     Args:
         kernel_class: one of KERNEL_CLASSES; None: the kernels that belong to none of them.

@@ -14,7 +14,7 @@
 namespace ascend_vllm {
 namespace {
 
-constexpr const char* kNames[kNumIsas] = {"scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
+constexpr const char* kNames[kNumIsas] = {"scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16"};
 
 #if defined(__x86_64__)
 // Requests the AMX tile state from Linux, ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA
@@ -39,12 +39,15 @@ bool machine_has(int isa) {
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  const bool avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  const bool avx512_bf16 = avx512_vnni && __builtin_cpu_supports("avx512bf16");
   switch (isa) {
     case kAvx2:
       return avx2;
     case kAvx512:
       return avx512;
+    case kAvx512Vnni:
+      return avx512_vnni;
     case kAvx512Bf16:
       return avx512_bf16;
     case kAmxBf16:

@@ -16,7 +16,7 @@
 namespace ascend_vllm {
 
 // In ascending order of preference.
-enum Isa : int { kScalar = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmxBf16 = 4, kNumIsas = 5 };
+enum Isa : int { kScalar, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmxBf16, kNumIsas };
 
 #ifndef ASCEND_VLLM_ISA
 
@@ -48,15 +48,17 @@ void call_variant(const Args& args, void (*const (&variants)[kNumIsas])(const Ar
 
 #define ASCEND_VLLM_VARIANT_(op, Args, isa) \
   extern "C" __attribute__((weak, visibility("hidden"))) void ascend_vllm_##op##_##isa(const Args&);
-#define ASCEND_VLLM_KERNEL(op, Args)                                                                         \
-  ASCEND_VLLM_VARIANT_(op, Args, scalar)                                                                     \
-  ASCEND_VLLM_VARIANT_(op, Args, avx2)                                                                       \
-  ASCEND_VLLM_VARIANT_(op, Args, avx512)                                                                     \
-  ASCEND_VLLM_VARIANT_(op, Args, avx512_bf16)                                                                \
-  ASCEND_VLLM_VARIANT_(op, Args, amx_bf16)                                                                   \
-  inline void op##_kernel(const Args& args) {                                                                \
-    call_variant<Args>(args, {ascend_vllm_##op##_scalar, ascend_vllm_##op##_avx2, ascend_vllm_##op##_avx512, \
-                              ascend_vllm_##op##_avx512_bf16, ascend_vllm_##op##_amx_bf16});                 \
+#define ASCEND_VLLM_KERNEL(op, Args)                                                                          \
+  ASCEND_VLLM_VARIANT_(op, Args, scalar)                                                                      \
+  ASCEND_VLLM_VARIANT_(op, Args, avx2)                                                                        \
+  ASCEND_VLLM_VARIANT_(op, Args, avx512)                                                                      \
+  ASCEND_VLLM_VARIANT_(op, Args, avx512_vnni)                                                                 \
+  ASCEND_VLLM_VARIANT_(op, Args, avx512_bf16)                                                                 \
+  ASCEND_VLLM_VARIANT_(op, Args, amx_bf16)                                                                    \
+  inline void op##_kernel(const Args& args) {                                                                 \
+    call_variant<Args>(                                                                                       \
+        args, {ascend_vllm_##op##_scalar, ascend_vllm_##op##_avx2, ascend_vllm_##op##_avx512,                 \
+               ascend_vllm_##op##_avx512_vnni, ascend_vllm_##op##_avx512_bf16, ascend_vllm_##op##_amx_bf16}); \
   }
 
 #else
