@@ -118,7 +118,8 @@ class CpuAttention(AttentionBackend):
         if batch.max_query_len < EXPANDED_MIN_TOKENS:
             output = _absorbed(spec.scale, sizes, query, weights, kv_cache, *step)
             return output.view(num_tokens, num_heads * sizes.value_width)
-        output = query.new_zeros(num_tokens, num_heads, sizes.value_width)
+        # every token belongs to a row, and either op writes it
+        output = query.new_empty(num_tokens, num_heads, sizes.value_width)
         matrices = (weights.expand, weights.output)
         expanded_attention(query, kv_cache, *matrices, *step, spec.scale, EXPANDED_MIN_TOKENS, output)
         for rows in _short_rows(batch):

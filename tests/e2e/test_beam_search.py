@@ -117,7 +117,7 @@ def test_offline_beam_search(llm: LLM, width: int) -> None:
         assert {one.finish_reason for one in output.sequences} == {"length"}
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "opt", "qwen3", "mistral", "deepseek-v2-lite"])
 def test_every_family(name: str) -> None:
     """Mistral's window is 40: blocks leave it in some beams while others still use them."""
     llm = make_llm(name)

@@ -386,9 +386,6 @@ QUICK = [
     Cell(block_size=64),
     Cell(True, True, 4, "recompute", True),
     Cell(True, True, 4, "swap", True, 64),
-    Cell(True, True, 4, "recompute", True, 16, "deepseek-v2-lite"),
-    Cell(True, False, 4, "swap", True, 64, "deepseek-v2-lite"),
-    Cell(True, True, 4, "swap", True, 16, "qwen2-moe"),
 ]
 # of other families, with the number of sequences. The one with a sliding window has no prefix cache, and single
 # sequences take too few blocks of it to push each other out.

@@ -401,6 +401,32 @@ def test_decoding_steps_can_be_taped(name: str, monkeypatch: pytest.MonkeyPatch)
     ids=["chunks behind cached prefixes", "several steps and preemptions"],
 )
 def test_the_engine_generates_the_references_text(name: str, options: dict[str, Any]) -> None:
+    _assert_generates(name, options)
+
+
+_EXPERT_PARALLEL = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "num_scheduler_steps": 4}
+
+
+# in processes of their own; threads, above, stand for workers of the other families
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("deepseek-v3", _EXPERT_PARALLEL),
+        *(
+            pytest.param(name, options, marks=pytest.mark.exhaustive)
+            for name, options in (
+                ("deepseek-v2", {"pipeline_parallel_size": 2, "enable_prefix_caching": True}),
+                ("deepseek-v2-lite", {"tensor_parallel_size": 2, "enable_prefix_caching": True}),
+                ("qwen2-moe", _EXPERT_PARALLEL),
+            )
+        ),
+    ],
+)
+def test_workers_generate_the_references_text(name: str, options: dict[str, Any]) -> None:
+    _assert_generates(name, options)
+
+
+def _assert_generates(name: str, options: dict[str, Any]) -> None:
     shared = random_tokens(48, VOCAB_SIZE, seed=5)
     prompts = [shared + random_tokens(length, VOCAB_SIZE, seed=length) for length in (1, 9, 40)]
     llm = LLM(
