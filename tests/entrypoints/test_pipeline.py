@@ -159,8 +159,8 @@ def without_template(directory: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        # two that start two workers like "tp", which the next test does too
-        pytest.param(name, marks=[pytest.mark.exhaustive] * (name in ("sampling", "messages")))
+        # those that start two workers, which the next test does too
+        pytest.param(name, marks=[pytest.mark.exhaustive] * ("tp=2" in EXAMPLES[name]))
         for name in EXAMPLES
     ],
 )
@@ -181,7 +181,12 @@ def test_examples_of_the_page(name: str, tmp_path: pathlib.Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("options", "warning"),
     [
-        ({"backend_config": TurbomindEngineConfig(tp=2, cache_block_seq_len=16)}, None),
+        # the argument says the same
+        pytest.param(
+            {"backend_config": TurbomindEngineConfig(tp=2, cache_block_seq_len=16)},
+            None,
+            marks=pytest.mark.exhaustive,
+        ),
         ({"backend_config": PytorchEngineConfig(block_size=16), "tp": 2}, "The argument tp is deprecated"),
     ],
 )
@@ -211,6 +216,7 @@ def test_several_devices_take_their_share_of_the_memory_together() -> None:
         )
         for tp in (1, 2)
     ]
+    assert [config.parallel.tensor_parallel_size for config in configs] == [1, 2]
     one, two = (config.cache.kv_cache_memory_bytes for config in configs)
     assert one is not None and two is not None
     assert two == pytest.approx(one / 2, rel=0.2)
