@@ -19,7 +19,7 @@ import pytest
 from ascend_vllm.entrypoints.openai import api_server
 from ascend_vllm.errors import ConfigError
 from tests.entrypoints.conftest import ENGINE_FLAGS, LONG_ENV, LONG_FLAGS, LONG_TOKENS
-from tests.server import OPENAI_SERVER, Server, is_idle, metric, running, wait_until
+from tests.server import OPENAI_SERVER, Server, is_idle, metric, wait_until
 
 COUNT = ["--api-server-count", "2"]
 SHORT: dict[str, Any] = {"model": "tiny", "prompt": "Hello!", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -65,7 +65,8 @@ def server(tiny_dir: str) -> Iterator[Server]:
     flags = ["--model", tiny_dir, "--served-model-name", "tiny", *LONG_FLAGS, *COUNT, "--enable-sleep-mode"]
     flags += ["--max-concurrent-requests-per-key", str(LIMIT), "--enable-server-load-tracking"]
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}
-    with running(OPENAI_SERVER, flags, LONG_ENV | env) as server:
+    with contextlib.closing(Server(OPENAI_SERVER, flags, LONG_ENV | env)) as server:
+        server.wait_ready()
         assert wait_until(lambda: len(api_servers(server)) == 2)
         yield server
 
@@ -290,14 +291,31 @@ def rest_of(lines: Iterator[str]) -> str:
     return ""
 
 
+def test_sigterm_lets_open_streams_of_both_end(server: Server) -> None:
+    """The last of the tests that share this server."""
+    with (
+        stream(server, 0, max_tokens=2000) as own,
+        stream(server, 1, max_tokens=2000) as others,
+        connect(server, 1) as client,
+    ):
+        body = RESPONSE | {"max_output_tokens": 2000}
+        forwarded = Asked(lambda: client.post("/v1/responses", json=body))
+        assert wait_until(lambda: forwarded.response is not None or metric_of(server) == 3)
+        server.process.send_signal(signal.SIGTERM)
+        assert all(rest_of(lines).endswith("data: [DONE]\n") for lines in (own, others))
+        assert forwarded.end().status_code == 200
+    assert server.wait_exit() == 0
+    assert not server.orphans()
+
+
 def test_an_api_server_that_is_killed_ends_the_server(tiny_dir: str) -> None:
     with contextlib.closing(start(tiny_dir)) as server, stream(server, 1), connect(server, 0) as client:
         victim = api_servers(server)[1]
-        short = Asked(lambda: client.post("/v1/completions", json=SHORT | {"max_tokens": 3000}))
+        short = Asked(lambda: client.post("/v1/completions", json=SHORT | {"max_tokens": 1500}))
         assert wait_until(lambda: short.response is not None or metric_of(server) == 2)
         victim.kill()
         # what the other one has begun it finishes
-        assert short.end().json()["usage"]["completion_tokens"] == 3000
+        assert short.end().json()["usage"]["completion_tokens"] == 1500
         assert server.wait_exit() == 1
         assert server.log.count(f"ApiServer_1 (pid {victim.pid}) was killed by signal 9; the server ends") == 1
         assert server.log.count("API server 1 is gone: its 1 requests are aborted") == 1
@@ -314,23 +332,6 @@ def test_the_engine_cores_death_ends_the_server(tiny_dir: str) -> None:
         server.engine_core().kill()
         assert all("was killed by signal 9" in rest_of(lines) for lines in (own, others))
         assert server.wait_exit() == 1
-        assert not server.orphans()
-
-
-def test_sigterm_lets_open_streams_of_both_end(tiny_dir: str) -> None:
-    with contextlib.closing(start(tiny_dir)) as server:
-        with (
-            stream(server, 0, max_tokens=2000) as own,
-            stream(server, 1, max_tokens=2000) as others,
-            connect(server, 1) as client,
-        ):
-            body = RESPONSE | {"max_output_tokens": 2000}
-            forwarded = Asked(lambda: client.post("/v1/responses", json=body))
-            assert wait_until(lambda: forwarded.response is not None or metric_of(server) == 3)
-            server.process.send_signal(signal.SIGTERM)
-            assert all(rest_of(lines).endswith("data: [DONE]\n") for lines in (own, others))
-            assert forwarded.end().status_code == 200
-        assert server.wait_exit() == 0
         assert not server.orphans()
 
 
