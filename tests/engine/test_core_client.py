@@ -24,7 +24,7 @@ import zmq
 from ascend_vllm import envs
 from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.config.engine import EngineConfig
-from ascend_vllm.engine import core_client
+from ascend_vllm.engine import core_client, core_process
 from ascend_vllm.engine.core_client import CoreClient
 from ascend_vllm.engine.core_process import CoreProcess
 from ascend_vllm.errors import AscendVllmError, ConfigError, EngineDeadError, ModelLoadError
@@ -182,6 +182,8 @@ async def test_a_core_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, log:
 
 async def test_an_idle_core_may_be_silent_and_one_that_is_called_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENGINE_ITERATION_TIMEOUT_S", "0.4")
+    # the core is stopped in the end, and a stopped process does not handle SIGTERM
+    monkeypatch.setattr(core_process, "_TERMINATE_S", 0.1)
     client = CoreClient(tiny_config(), ignore, ignore)
     client.start()
     try:

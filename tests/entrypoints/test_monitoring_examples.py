@@ -56,7 +56,7 @@ def test_prometheus_scrapes_the_default_port(http: httpx.Client) -> None:
 def prometheus(openai_server: Server, tmp_path: pathlib.Path) -> Iterator[httpx.Client]:
     """A Prometheus with the example's configuration, but for the server's address and the interval."""
     config = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())
-    config["global"] |= {"scrape_interval": "1s", "scrape_timeout": "1s"}
+    config["global"] |= {"scrape_interval": "500ms", "scrape_timeout": "500ms"}
     config["scrape_configs"][0]["static_configs"] = [{"targets": [f"127.0.0.1:{openai_server.port}"]}]
     (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{free_port()}"
