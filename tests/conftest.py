@@ -27,8 +27,9 @@ SECONDS_OF_NEW_FILES = 5.0
 # directory → what its tests call the servers that a session's tests share, and clients of them
 SHARED_SERVERS = {
     "clients": re.compile(r"\bclients_server\b"),
+    "e2e": re.compile(r"\bdemo_server\b"),
     "entrypoints": re.compile(
-        r"\b(?:openai|patient|compact|developer|guarded|generate)_server\b|\b(?:http: httpx|client: openai)\b"
+        r"\b(?:openai|patient|compact|developer|guarded|keyed|generate)_server\b|\b(?:http: httpx|client: openai)\b"
     ),
 }
 # tests that run side by side share the cores; threads that wait for one another's would only be in the way

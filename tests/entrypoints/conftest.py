@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import http.server
+import json
 import pathlib
 import threading
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from tests.tiny_models import tiny_model
 ENGINE_FLAGS = ["--dtype", "float32", "--kv-cache-memory-bytes", "32M", "--max-num-seqs", "64"]
 # of `guarded_server`
 KEY = "a secret"
+# of `keyed_server`
+ORIGIN = "https://a.example"
 
 
 @pytest.fixture(scope="session")
@@ -154,6 +157,19 @@ def guarded_server(tiny_dir: str, collector: Collector) -> Iterator[Server]:
         ["--model", tiny_dir, "--served-model-name", "tiny", "--api-key", KEY, *flags, *ENGINE_FLAGS],
         env,
     ) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def keyed_server(tiny_dir: str) -> Iterator[Server]:
+    """The OpenAI-compatible server with small limits for long requests, two keys, and one origin that browsers may
+    call it from.
+    """
+    flags = ["--model", tiny_dir, "--served-model-name", "tiny", *LONG_FLAGS, "--max-body-bytes", "8K"]
+    flags += ["--h11-max-header-count", "20", "--client-timeout-s", "1", "--api-key", "first", "--api-key", "second"]
+    flags += ["--root-path", "/v", "--allowed-origins", json.dumps([ORIGIN]), "--allow-credentials"]
+    flags += ["--allowed-methods", '["POST"]', "--allowed-headers", '["Authorization"]']
+    with running(OPENAI_SERVER, flags, LONG_ENV) as server:
         yield server
 
 

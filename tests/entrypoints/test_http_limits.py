@@ -26,8 +26,8 @@ from ascend_vllm.entrypoints.http.server import HttpServer
 from ascend_vllm.entrypoints.http.streaming import ClientDisconnectedError, StreamResponse
 from ascend_vllm.errors import ConfigError
 from tests.certificates import make_certificates
-from tests.entrypoints.conftest import ENGINE_FLAGS
-from tests.server import OPENAI_SERVER, Server, is_idle, metric, running, wait_until
+from tests.entrypoints.conftest import ORIGIN
+from tests.server import Server, is_idle, metric, wait_until
 
 MEBIBYTE = b"x" * (1 << 20)
 
@@ -399,24 +399,10 @@ def test_limits_must_be_above_0(name: str) -> None:
 
 # ---- the whole server ----------------------------------------------------------------------------------------
 
-ORIGIN = "https://a.example"
-
-
-@pytest.fixture(scope="module")
-def guarded(tiny_dir: str) -> Iterator[Server]:
-    """A server with small limits, two keys, and one origin that browsers may call it from."""
-    flags = ["--model", tiny_dir, "--served-model-name", "tiny", *ENGINE_FLAGS, "--max-model-len", "32768"]
-    flags += ["--kv-cache-memory-bytes", "256M", "--max-body-bytes", "8K", "--h11-max-header-count", "20"]
-    flags += ["--client-timeout-s", "1", "--api-key", "first", "--api-key", "second", "--root-path", "/v"]
-    flags += ["--allowed-origins", json.dumps([ORIGIN]), "--allow-credentials"]
-    flags += ["--allowed-methods", '["POST"]', "--allowed-headers", '["Authorization"]']
-    with running(OPENAI_SERVER, flags, {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}) as server:
-        yield server
-
 
 @pytest.fixture
-def browser(guarded: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=guarded.url, timeout=30, headers={"Origin": ORIGIN}) as client:
+def browser(keyed_server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=keyed_server.url, timeout=30, headers={"Origin": ORIGIN}) as client:
         yield client
 
 
@@ -457,7 +443,7 @@ def test_origins(browser: httpx.Client) -> None:
         assert answer.headers["access-control-allow-origin"] == ORIGIN
 
 
-def test_limits_of_the_whole_server(guarded: Server, browser: httpx.Client) -> None:
+def test_limits_of_the_whole_server(keyed_server: Server, browser: httpx.Client) -> None:
     body = {"model": "tiny", "prompt": "x" * 9000, "max_tokens": 1}
     assert browser.post("/v1/completions", json=body).status_code == 401
     browser.headers["Authorization"] = "Bearer first"
@@ -468,19 +454,19 @@ def test_limits_of_the_whole_server(guarded: Server, browser: httpx.Client) -> N
     assert browser.post("/tokenize", json=body).status_code == 413
     assert browser.get("/health", headers={f"X-{number}": "y" for number in range(20)}).status_code == 431
     assert browser.post("/v1/completions", json=body | {"prompt": "x"}).status_code == 200
-    with socket.create_connection(("127.0.0.1", guarded.port), timeout=30) as sock:
+    with socket.create_connection(("127.0.0.1", keyed_server.port), timeout=30) as sock:
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\n")
         assert sock.recv(65536).startswith(b"HTTP/1.1 408")
 
 
-def test_a_client_that_does_not_read_frees_its_blocks(guarded: Server, browser: httpx.Client) -> None:
+def test_a_client_that_does_not_read_frees_its_blocks(keyed_server: Server, browser: httpx.Client) -> None:
     body = {"model": "tiny", "prompt": "x", "max_tokens": 3000, "seed": 1, "ignore_eos": True}
     # many sequences with log-probabilities make the answer long, so that the buffers are soon full
     data = json.dumps(body | {"stream": True, "logprobs": 20, "n": 16}).encode()
     with socket.socket() as sock:
         # a small window: what a client does not read has to wait in the server
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.connect(("127.0.0.1", guarded.port))
+        sock.connect(("127.0.0.1", keyed_server.port))
         sock.sendall(post("/v1/completions", data, "Authorization: Bearer first", "Content-Type: application/json"))
         assert wait_until(lambda: metric(browser, "num_requests_running") > 0)
         assert wait_until(lambda: is_idle(browser), 60), browser.get("/metrics").text

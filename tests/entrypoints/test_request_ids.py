@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from ascend_vllm.entrypoints.http.request_ids import MAX_ID_LENGTH
-from tests.entrypoints.conftest import LONG_ENV, LONG_FLAGS, LONG_TOKENS
+from tests.entrypoints.conftest import LONG_TOKENS
 from tests.scripted_engine import PatientEngine, client_of
-from tests.server import OPENAI_SERVER, is_idle, running, wait_until
+from tests.server import Server, is_idle, wait_until
 
 HELLO = [{"role": "user", "content": "Hello!"}]
 # path → a body for it
@@ -111,17 +111,15 @@ SHORT: dict[str, Any] = {"model": "tiny", "prompt": "Hello!", "max_tokens": 2}
 RESPONSE: dict[str, Any] = {"model": "tiny", "input": "Hello!", "max_output_tokens": 2}
 
 
-@pytest.fixture(scope="module")
-def callers(tiny_dir: str) -> Iterator[tuple[httpx.Client, httpx.Client]]:
+@pytest.fixture
+def callers(keyed_server: Server) -> Iterator[tuple[httpx.Client, httpx.Client]]:
     """Two clients of one server, each with a key of its own."""
-    flags = ["--model", tiny_dir, "--served-model-name", "tiny", *LONG_FLAGS, "--api-key", "one", "two"]
-    with running(OPENAI_SERVER, flags, LONG_ENV) as server:
-        one, two = (
-            httpx.Client(base_url=server.url, timeout=60, headers={"Authorization": f"Bearer {key}"})
-            for key in ("one", "two")
-        )
-        with one, two:
-            yield one, two
+    one, two = (
+        httpx.Client(base_url=keyed_server.url, timeout=60, headers={"Authorization": f"Bearer {key}"})
+        for key in ("first", "second")
+    )
+    with one, two:
+        yield one, two
 
 
 def test_a_name_is_free_again_when_its_client_goes(callers: tuple[httpx.Client, httpx.Client]) -> None:
