@@ -102,14 +102,15 @@ def all_cells() -> Iterator[Cell]:
 
 # one core of several dies in test_data_parallel.py
 USUAL = (
-    Cell("pp2", "rank", 0, "idle"),
     Cell("pp2", "rank", 1, "openai"),
     Cell("tp2", "rank", 1, "openai", is_stopped=True),
     Cell("tp2", "core", 0, "generate"),
     Cell("ray-tp2", "rank", RAY_SIZE - 1, "openai"),
 )
-# stages of several workers, and Ray without its driver
+# a server without requests, whose worker dies on an NPU too (test_tensor_parallel_on_npu.py); stages of several
+# workers, and Ray without its driver
 MORE = (
+    Cell("pp2", "rank", 0, "idle"),
     Cell("tp2-pp2", "rank", 0, "idle"),
     Cell("tp2-pp2", "rank", 2, "openai"),
     Cell("tp2-pp2", "rank", 1, "openai"),

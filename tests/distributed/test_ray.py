@@ -353,6 +353,8 @@ class Program:
                 process.kill()
 
 
+# that a worker ends with its program and with its parent is seen below
+@pytest.mark.exhaustive
 def test_the_worker_of_a_program_that_is_killed_ends(cluster: str, odd_model: str) -> None:
     """One worker is an actor, too."""
     program = Program(odd_model, RAY_ADDRESS=cluster)
