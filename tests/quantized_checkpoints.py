@@ -58,6 +58,8 @@ def write(
     only: Callable[[str], bool] = lambda _: True,
     head: bool = False,
     more: dict[str, torch.Tensor] | None = None,
+    files: dict[str, Any] | None = None,
+    **config: Any,
 ) -> tuple[str, str]:
     """Directories of the quantized checkpoint and of what it means.
 
@@ -67,7 +69,9 @@ def write(
         declared: config.json's `quantization_config`.
         only: which of the linear layers are quantized.
         head: whether the LM head is, too.
-        more: further tensors of the quantized checkpoint.
+        more: further tensors of the quantized checkpoint, or others in the place of some.
+        files: JSON files beside it, by name.
+        **config: fields of its config.json.
     """
     quantized, meant = directory / "quantized", directory / "meant"
     for path in (quantized, meant):
@@ -84,10 +88,11 @@ def write(
         tensors |= {f"{stem}.{suffix}": part.contiguous() for suffix, part in parts.items()}
     save_file(tensors | (more or {}), quantized / "model.safetensors", metadata={"format": "pt"})
     save_file({name: weight.contiguous() for name, weight in weights.items()}, meant / "model.safetensors")
-    config = json.loads((quantized / "config.json").read_text())
     if declared is not None:
         config["quantization_config"] = declared
-    (quantized / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    fields = json.loads((quantized / "config.json").read_text()) | {"dtype": "float16"} | config
+    for file_name, values in {"config.json": fields, **(files or {})}.items():
+        (quantized / file_name).write_text(json.dumps(values))
     return str(quantized), str(meant)
 
 
@@ -230,3 +235,70 @@ def fp8(kind: str, scale: str = "weight_scale") -> Writer:
         return {"weight": values, scale: scales.reshape(()) if kind == "tensor" else scales}, values.float() * every
 
     return writer
+
+
+def smoothquant(qkv: str, out: str, fc1: str, fc2: str, scale: float) -> tuple[Writer, dict[str, Any]]:
+    """AutoSmoothQuant's layout: a writer, and further arguments of `write`.
+
+    Args:
+        qkv: "per-tensor" or "per-token"; so are the next ones.
+        out: of o_proj.
+        fc1: of gate_proj and up_proj.
+        fc2: of down_proj.
+        scale: of all inputs that are rounded per tensor.
+    """
+    kinds = {"o_proj": out, "down_proj": fc2, "gate_proj": fc1, "up_proj": fc1}
+    more = {}
+    for name, weight in load_file(float_model() / "model.safetensors").items():
+        before = {"input_layernorm": qkv, "post_attention_layernorm": fc1}.get(name.split(".")[-2])
+        if before == "per-tensor":
+            more[name] = weight / scale
+
+    def writer(name: str, weight: torch.Tensor) -> Written:
+        part = name.rpartition(".")[2]
+        is_static = kinds.get(part, qkv) == "per-tensor"
+        weight_scale = weight.abs().amax() / 127
+        values = (weight / weight_scale).round().to(torch.int8)
+        tensors = {"weight": values, "dequant_scale": weight_scale * (scale if is_static else 1.0)}
+        if is_static and part in ("o_proj", "down_proj"):
+            tensors["quant_scale"] = torch.tensor(scale)
+        return tensors, values.float() * weight_scale
+
+    stated = {"qkv": qkv, "out": out, "fc1": fc1, "fc2": fc2, "type": "int8"}
+    return writer, {"more": more, "files": {"quant_config.json": stated}}
+
+
+def modelslim(kind: str, scale: float = 0.04, offset: int = -20, *, has_bits: bool = False) -> tuple[Writer, Any]:
+    """ModelSlim's layout: a writer, and further arguments of `write`.
+
+    Args:
+        kind: "W8A8", "W8A8_DYNAMIC" or "W8A16".
+        scale: of inputs of W8A8.
+        offset: of inputs of W8A8, and of weights of W8A16.
+        has_bits: deq_scale is the bits of a float32 in an int64, as for models in float16.
+    """
+    floats = load_file(float_model() / "model.safetensors")
+    description = {"model_quant_type": kind, "lm_head.weight": "FLOAT"}
+
+    def writer(name: str, weight: torch.Tensor) -> Written:
+        weight_scale = weight.abs().amax(1, keepdim=True) / 127
+        values = (weight / weight_scale).round()
+        description.update({f"{name}.weight": kind})
+        if kind != "W8A8":
+            zero = torch.full_like(weight_scale, 3.0 if kind == "W8A16" else 0.0)
+            values = (values - zero).clamp(-128, 127)
+            tensors = {"weight": values.to(torch.int8), "weight_scale": weight_scale, "weight_offset": zero}
+            return tensors, (values + zero) * weight_scale
+        deq_scale = (weight_scale * scale)[:, 0]
+        bias = floats.get(f"{name}.bias", torch.zeros(len(weight)))
+        quant_bias = (bias / deq_scale - offset * values.sum(1)).round().int()
+        tensors = {
+            "weight": values.to(torch.int8),
+            "input_scale": torch.tensor([scale]),
+            "input_offset": torch.tensor([float(offset)]),
+            "deq_scale": deq_scale.view(torch.int32).long() if has_bits else deq_scale,
+            "quant_bias": quant_bias,
+        }
+        return tensors, values * weight_scale
+
+    return writer, {"files": {"quant_model_description.json": description}}

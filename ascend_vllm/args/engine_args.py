@@ -206,7 +206,12 @@ class EngineArgs(EngineFlags):
     def _load_config(self) -> LoadConfig:
         patterns = self.ignore_patterns or LoadConfig().ignore_patterns
         listed = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-        return LoadConfig(load_format=self.load_format, ignore_patterns=listed, use_tqdm=self.use_tqdm_on_load)
+        return LoadConfig(
+            load_format=self.load_format,
+            ignore_patterns=listed,
+            use_tqdm=self.use_tqdm_on_load,
+            quantize_lm_head=self.quantize_lm_head,
+        )
 
     def _cache_config(self, block_size: int, arch: ArchConfig) -> CacheConfig:
         return CacheConfig(

@@ -14,7 +14,7 @@ from typing import Any
 
 from ascend_vllm import envs
 from ascend_vllm.args.hf_checks import GENERATION, check_fields, check_hf_config, check_rope_spellings
-from ascend_vllm.args.quantization_files import stated_quantization
+from ascend_vllm.args.quantization_files import float_architecture, stated_quantization
 from ascend_vllm.config.arch import rope_by_kind
 from ascend_vllm.config.hf_defaults import DEFAULTS, SPELLINGS, WITH_CODE, WITHOUT_ROPE
 from ascend_vllm.errors import ConfigError, ModelLoadError
@@ -182,7 +182,9 @@ def read_hf_config(
         scaling = rope_scaling if rope_scaling is not None else changed.get("rope_scaling")
         _normalise_rope(config, scaling, rope_theta or changed.get("rope_theta"))
     check_hf_config(path, config, is_known=defaults is not None)
-    config["quantization_config"] = stated_quantization(path.parent, config)
+    stated = stated_quantization(path.parent, config)
+    config["quantization_config"] = stated
+    config["architectures"] = [float_architecture(name, stated) for name in config["architectures"]]
     has_head = config["architectures"][0].endswith("ForSequenceClassification")
     for name in _DROPPED if has_head else _DROPPED + _DROPPED_WITHOUT_HEAD:
         config.pop(name, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,3 +70,15 @@ def check_quantization(requested: str | None, stated: Mapping[str, Any]) -> None
         f"Quantization method specified in the model config ({method}) does not match the quantization method "
         f"specified in the `quantization` argument ({requested})."
     )
+
+
+def float_architecture(architecture: str, stated: Mapping[str, Any]) -> str:
+    """The class of the model that was quantized: AutoSmoothQuant writes the names of its own.
+
+    Example:
+        >>> float_architecture("QuantizedLlamaForCausalLM", {"quant_method": "smoothquant"})
+        'LlamaForCausalLM'
+    """
+    if stated.get("quant_method") not in ("smoothquant", "smooth_quant"):
+        return architecture
+    return re.sub("^(Quantized|Int8)", "", architecture)

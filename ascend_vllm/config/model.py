@@ -158,8 +158,10 @@ class LoadConfig(msgspec.Struct, frozen=True):
         load_format: "auto", "safetensors", "pt", "npcache" or "dummy" (random weights from the seed).
         ignore_patterns: globs of weight files to leave out.
         use_tqdm: show a progress bar over the files.
+        quantize_lm_head: the LM head's weight is rounded to 8 bits, if the checkpoint has it unquantized.
     """
 
     load_format: str = "auto"
     ignore_patterns: tuple[str, ...] = ("original/**/*",)
     use_tqdm: bool = True
+    quantize_lm_head: bool = False

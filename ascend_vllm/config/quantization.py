@@ -21,11 +21,16 @@ _FORMATS = "ascend_vllm.layers.quantization"
 
 # format → "module:Class" of its `QuantScheme` (layers/quantization/base.py), imported when a model is loaded
 SCHEMES: dict[str, str] = {
+    "ascend": f"{_FORMATS}.modelslim:ModelSlimScheme",
     "awq": f"{_FORMATS}.awq:AwqScheme",
     "compressed-tensors": f"{_FORMATS}.compressed_tensors:CompressedTensorsScheme",
     "fbgemm_fp8": f"{_FORMATS}.fp8:Fp8Scheme",
     "fp8": f"{_FORMATS}.fp8:Fp8Scheme",
     "gptq": f"{_FORMATS}.gptq:GptqScheme",
+    "int8_per_channel_weight_only": f"{_FORMATS}.online:OnlineScheme",
+    "smooth_quant": f"{_FORMATS}.smoothquant:SmoothQuantScheme",
+    "smoothquant": f"{_FORMATS}.smoothquant:SmoothQuantScheme",
+    "weight_only_int8": f"{_FORMATS}.online:OnlineScheme",
 }
 # --quantization → other names in checkpoints that it agrees with
 CONFIRMS: dict[str, tuple[str, ...]] = {

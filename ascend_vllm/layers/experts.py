@@ -13,7 +13,6 @@ from ascend_vllm.config.arch import ExpertsConfig
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.base import Layer, Target, WeightSlot
 from ascend_vllm.layers.context import BuildContext
-from ascend_vllm.layers.quantization.unquantized import UnquantizedScheme
 from ascend_vllm.ops.experts import ExpertStack, route_tokens
 
 # names of gate, up and down in an expert
@@ -68,7 +67,7 @@ class Experts(Layer):
             raise ModelLoadError(
                 f"config.json: a token cannot use {experts.num_chosen} (num_experts_per_tok) of {available} experts"
             )
-        if not isinstance(context.quant, UnquantizedScheme):
+        if not context.quant.has_experts:
             raise ModelLoadError("quantized mixtures of experts are not supported; serve the unquantised checkpoint")
         self._config = experts
         self._activation = activation

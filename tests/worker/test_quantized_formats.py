@@ -7,11 +7,13 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from ascend_vllm import LLM, SamplingParams
 from ascend_vllm.config.model import LoadConfig
+from ascend_vllm.config.quantization import QuantizationConfig
 from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.quantization.weight_only import arrange_groups
@@ -19,8 +21,9 @@ from ascend_vllm.models.loader import load_model
 from tests import quantized_checkpoints as formats
 from tests.distributed.thread_ranks import on_ranks
 from tests.models.paged_driver import PagedDriver, TransformersModel, load, make_model_config, random_tokens
-from tests.tiny_models import VOCAB_SIZE
+from tests.tiny_models import VOCAB_SIZE, tiny_model
 
+CPU = torch.device("cpu")
 PROMPT = random_tokens(24, VOCAB_SIZE, seed=20)
 TOLERANCE = {"atol": 2e-4, "rtol": 0.0}
 
@@ -232,7 +235,7 @@ def assert_rounded_alike(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 # name → writer, quantization_config, rounding of inputs
-ROUNDING_INPUTS: dict[str, tuple[formats.Writer, dict[str, Any], Rounding]] = {
+ROUNDING_INPUTS: dict[str, tuple[formats.Writer, dict[str, Any] | None, Rounding]] = {
     "W8A8": (formats.int8(), formats.compressed_tensors("int-quantized", _INT8, _TOKEN), per_token),
     "W8A8 asymmetric": (
         formats.int8(),
@@ -265,6 +268,119 @@ def one_token_each(driver: PagedDriver) -> torch.Tensor:
     """Log-probabilities [T, V] of prompts of one token each, in one batch."""
     rows = driver.step({row: [token] for row, token in enumerate(TOKENS)})
     return torch.cat([rows[row] for row in range(len(TOKENS))])
+
+
+@pytest.mark.parametrize("kind", ["per-tensor", "per-token"])
+def test_smoothquant(kind: str, tmp_path: pathlib.Path) -> None:
+    writer, options = formats.smoothquant(kind, kind, kind, kind, 0.04)
+    quantized, meant = formats.write(tmp_path, writer, None, **options, architectures=["QuantizedQwen2ForCausalLM"])
+    config = make_model_config(quantized)
+    assert config.architecture == "Qwen2ForCausalLM"
+    rounding = static(0.04, 0) if kind == "per-tensor" else per_token
+    found = one_token_each(PagedDriver(config, max_rows=len(TOKENS)))
+    assert_rounded_alike(found, expected_with_inputs(meant, rounding))
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_bits", "rounding", "size"),
+    [
+        ("W8A8", False, static(0.04, -20), 1),
+        ("W8A8", True, static(0.04, -20), 2),
+        # ranks would have scales of their own
+        ("W8A8_DYNAMIC", False, per_token, 1),
+        ("W8A16", False, lambda x: x, 2),
+    ],
+)
+def test_modelslim(kind: str, has_bits: bool, rounding: Rounding, size: int, tmp_path: pathlib.Path) -> None:
+    writer, options = formats.modelslim(kind, has_bits=has_bits)
+    # the bias is in quant_bias, too
+    quantized, meant = formats.write(tmp_path, writer, None, **options)
+    config = make_model_config(quantized)
+
+    def run(context: BuildContext) -> torch.Tensor:
+        model = load_model(config, LoadConfig(use_tqdm=False), context)
+        return one_token_each(PagedDriver(config, max_rows=len(TOKENS), model=model))
+
+    expected = expected_with_inputs(meant, rounding)
+    for found in on_ranks(size, run):
+        # biases of W8A8 are rounded to units of its scales
+        assert_rounded_alike(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (
+            {"quant_config.json": {"qkv": "per-tensor", "out": "x", "fc1": "", "fc2": ""}},
+            "'out': 'x'.* not supported",
+        ),
+        (
+            {"quant_config.json": dict.fromkeys(("qkv", "out", "fc1", "fc2"), "per-token") | {"type": "fp8_e5m2"}},
+            "'type': 'fp8_e5m2'} is not supported",
+        ),
+        (
+            {"quant_model_description.json": {"model.layers.0.self_attn.q_proj.weight": "W8A8"}},
+            "Detected some but not all shards of model.layers.0.self_attn.qkv_proj are quantized",
+        ),
+        (
+            {"quant_model_description.json": {"model.layers.0.self_attn.o_proj.weight": "W4A8_DYNAMIC"}},
+            "o_proj is quantized as W4A8_DYNAMIC; supported are W8A8, W8A8_DYNAMIC and W8A16",
+        ),
+    ],
+)
+def test_files_that_are_refused(files: dict[str, Any], words: str, tmp_path: pathlib.Path) -> None:
+    quantized, _ = formats.write(tmp_path, formats.int8(), None, only=lambda _: False, files=files)
+    with pytest.raises(ModelLoadError, match=words):
+        load(make_model_config(quantized), "dummy")
+
+
+# ---- made while loading ----------------------------------------------------------------------------------------
+
+
+def rounded_weights(directory: pathlib.Path, code: str, *, head: bool) -> str:
+    """The model whose weights are rounded as they are while loading."""
+    writer = formats.fp8("channel") if code == "fp8" else formats.int8()
+    return formats.write(directory, writer, None, head=head)[1]
+
+
+@pytest.mark.parametrize(
+    ("method", "head", "size"),
+    [("weight_only_int8", True, 2), ("int8_per_channel_weight_only", False, 1), ("fp8", False, 2)],
+)
+def test_weights_are_rounded_while_loading(method: str, head: bool, size: int, tmp_path: pathlib.Path) -> None:
+    config = make_model_config(formats.float_model())
+    arch = msgspec.structs.replace(config.arch, quantization=QuantizationConfig(method))
+    config = msgspec.structs.replace(config, arch=arch)
+
+    def run(context: BuildContext) -> torch.Tensor:
+        model = load_model(config, LoadConfig(use_tqdm=False, quantize_lm_head=head), context)
+        return PagedDriver(config, model=model).step({0: PROMPT})[0]
+
+    expected = TransformersModel(rounded_weights(tmp_path, method, head=head)).log_probs(PROMPT)
+    for found in on_ranks(size, run):
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+def test_a_tied_head_is_rounded_and_its_embedding_is_not() -> None:
+    """Also beside mixtures of experts, whose layers stay as they are."""
+    for name in ("qwen2-tied", "qwen2-moe"):
+        config = make_model_config(tiny_model(name))
+        models = [
+            load_model(config, LoadConfig(use_tqdm=False, quantize_lm_head=head), BuildContext(torch.float32, CPU))
+            for head in (False, True)
+        ]
+        hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+        expected, found = (model.compute_logits(hidden) for model in models)
+        assert 0 < (found - expected).abs().max() < 0.02 * expected.abs().max()
+        tokens = torch.tensor([1, 7])
+        embeddings = [model.embed_tokens.forward(tokens) for model in models]  # type: ignore[attr-defined]
+        torch.testing.assert_close(*embeddings, rtol=0, atol=0)
+
+
+def test_a_quantized_checkpoint_is_not_rounded_again(tmp_path: pathlib.Path) -> None:
+    quantized, _ = formats.write(tmp_path, formats.int8(), {"bits": 8})
+    with pytest.raises(ModelLoadError, match="makes 8-bit weights of an unquantized checkpoint, but this one is"):
+        LLM(quantized, quantization="weight_only_int8", max_model_len=64, kv_cache_memory_bytes="8M")
 
 
 def test_ranks_round_inputs_by_measured_scales(tmp_path: pathlib.Path) -> None:
@@ -348,7 +464,7 @@ def test_what_is_refused(declared: dict[str, Any], words: str) -> None:
 
 
 def test_flags_need_a_checkpoint_of_the_format() -> None:
-    for method in ("awq", "gptq"):
+    for method in ("awq", "gptq", "smoothquant", "ascend"):
         with pytest.raises(ModelLoadError, match=f"Cannot find the config file for {method}"):
             LLM(str(formats.float_model()), quantization=method, max_model_len=64, kv_cache_memory_bytes="8M")
 

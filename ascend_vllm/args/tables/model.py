@@ -277,6 +277,12 @@ class LoadArgs:
         allowed=tuple(quantization.SCHEMES),
         entry_points=quantization.ENTRY_POINT_GROUP,
     )
+    quantize_lm_head: bool = flag(
+        False,
+        "Rounds the weight of the LM head to 8 bits while it is loaded, whatever the format of the other layers. It "
+        "is a large part of what small models read for each token.",
+        example="--quantization weight_only_int8 --quantize-lm-head",
+    )
     quantization_param_path: str | None = flag(
         None,
         "A JSON file with the scales of an 8-bit KV cache.",

@@ -154,9 +154,11 @@ class QuantScheme(abc.ABC):
 
     Attributes:
         ignored_weights: tensors of the format that no layer needs, as regular expressions over whole names.
+        has_experts: mixtures of experts may be served, whose weights it does not quantize.
     """
 
     ignored_weights: tuple[str, ...] = ()
+    has_experts: bool = False
 
     @abc.abstractmethod
     def method_for(self, layer: LinearLayer) -> QuantMethod:

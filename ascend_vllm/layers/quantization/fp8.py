@@ -13,6 +13,7 @@ import torch
 from ascend_vllm.config.quantization import QuantizationConfig
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.quantization.base import LayerKind, LinearLayer, LinearOutput, QuantMethod, QuantScheme
+from ascend_vllm.layers.quantization.online import OnlineFormat
 from ascend_vllm.layers.quantization.parameters import first_of
 from ascend_vllm.layers.quantization.tensor_parts import TensorPart, is_quantized, rows_part, to_rows
 from ascend_vllm.layers.quantization.unquantized import UnquantizedScheme
@@ -20,13 +21,17 @@ from ascend_vllm.layers.quantization.weight_only import CodedMatrix, MatrixForma
 
 
 class Fp8Scheme(QuantScheme):
-    """Quantizes all linear layers, except those that the checkpoint has unquantized."""
+    """Quantizes all linear layers, except those that the checkpoint has unquantized.
+
+    Those of an unquantized checkpoint are rounded while they are loaded.
+    """
 
     # scales of inputs, which are not rounded, and of the KV cache
     ignored_weights = (r".*\.(input_scale|activation_scale|output_scale|[qkv]_scale|kv_scale)",)
 
     def __init__(self, config: QuantizationConfig) -> None:
         parameters = config.parameters
+        self._is_online = not parameters
         if parameters.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
             raise ModelLoadError(f"fp8 weights in {parameters['fmt']!r} are not supported; supported is e4m3")
         block = parameters.get("weight_block_size")
@@ -34,6 +39,8 @@ class Fp8Scheme(QuantScheme):
         self._excluded: list[str] = list(first_of(parameters, "ignored_layers", "modules_to_not_convert", default=()))
 
     def method_for(self, layer: LinearLayer) -> QuantMethod:
+        if self._is_online and layer.kind is LayerKind.LINEAR:
+            return WeightOnlyLinear(OnlineFormat(Fp8Format.code))
         suffix = "weight_scale" if self._block is None else "weight_scale_inv"
         quantized = is_quantized(layer, f".{suffix}")
         if quantized is None:

@@ -105,7 +105,7 @@ class WeightOnlyLinear(QuantMethod):
             layer.bias = layer.bias.float()
         agree = all(torch.equal(matrix.groups, matrices[0].groups) for matrix in matrices)
         joined = [matrices] if agree else [[matrix] for matrix in matrices]
-        self._blocks = [_pack(part, self._format.code) for part in joined]
+        self._blocks = [pack_matrices(part, self._format.code) for part in joined]
 
     def apply(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
         if len(self._blocks) == 1:
@@ -120,7 +120,7 @@ class WeightOnlyLinear(QuantMethod):
         return GATED_ACTIVATIONS[activation](self.apply(layer, x))
 
 
-def _pack(matrices: Sequence[CodedMatrix], code: str) -> QuantizedPanels:
+def pack_matrices(matrices: Sequence[CodedMatrix], code: str) -> QuantizedPanels:
     """One weight of matrices with the same groups of inputs."""
     arrangement = arrange_groups(matrices[0].groups)
     order, padding, columns = arrangement.order, arrangement.padding, arrangement.columns
