@@ -262,10 +262,10 @@ class AscendLatentAttention(AttentionBackend):
             raise RuntimeError("the attention backend has no KV cache: call bind first")
         num_tokens = query.shape[0]
         # the operators take no strided rows
-        nope, rope = query.view(num_tokens, spec.num_heads, -1).split((_HEAD_WIDTH, _ROTARY_WIDTH), -1)
+        nope, rope = query.view(num_tokens, spec.num_heads, -1).split_with_sizes((_HEAD_WIDTH, _ROTARY_WIDTH), -1)
         nope = nope.contiguous()
         if rotary.is_neox:
-            latents, keys = latent.split((_LATENT_WIDTH, _ROTARY_WIDTH), -1)
+            latents, keys = latent.split_with_sizes((_LATENT_WIDTH, _ROTARY_WIDTH), -1)
             rope, latent = _as_neighbours(rope), torch.cat((latents, _as_neighbours(keys)), -1)
         store = torch.ops.ascend_vllm.ascend_rotate_and_store if metadata.is_compiled else _rotate_and_store
         rope = store(
@@ -289,7 +289,7 @@ class AscendLatentAttention(AttentionBackend):
 
 def _as_neighbours(x: torch.Tensor) -> torch.Tensor:
     """x [..., F] with elements i and i+F/2, which are rotated together, as 2i and 2i+1: the operators' order."""
-    return x.unflatten(-1, (2, _ROTARY_WIDTH // 2)).transpose(-1, -2).flatten(-2)
+    return x.view(*x.shape[:-1], 2, _ROTARY_WIDTH // 2).transpose(-1, -2).flatten(-2)
 
 
 def _upload(part: LatentPart, batch: ForwardBatch) -> DevicePart:
