@@ -40,8 +40,8 @@ PROMPTS = [
     "1 2 3 4 5",
     "Serving a model means answering many requests",
 ]
-# stores keys in eager steps, and is part of a graph otherwise
-STORES_KEYS = "aclnnScatterPaKvCache"
+# store keys or latents in eager steps, and are part of a graph otherwise
+STORES = {"aclnnScatterPaKvCache", "aclnnKvRmsNormRopeCache"}
 ROTATES, ROTATES_OTHERS = "aclnnApplyRotaryPosEmbV2", "aclnnRotaryPositionEmbedding"
 ATTENDS = "aclnnFusedInferAttentionScoreV3"
 # what decodes heads of 64: query and key rotated by one call, attention at inner_precise 1
@@ -150,7 +150,7 @@ def decode_step_launches(engine: LLMEngine, prompts: Sequence[str], num_steps: i
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), prompt, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     engine.step()
-    eager = [STORES_KEYS in launched_by(engine.step)[1] for _ in range(num_steps)]
+    eager = [bool(STORES & launched_by(engine.step)[1]) for _ in range(num_steps)]
     engine.abort_request([str(number) for number in range(len(prompts))])
     engine.step()
     return eager
