@@ -11,12 +11,14 @@ import torch
 from ascend_vllm.attention.backend import AttentionSpec, LatentSpec, LatentWeights
 from ascend_vllm.config.arch import ArchConfig, LayerPlan, required
 from ascend_vllm.distributed.parallel_context import Shard
+from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.attention import Attention, ForwardContext
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from ascend_vllm.layers.norm import RMSNorm
 from ascend_vllm.layers.quantization.base import Activation, ActivationQuant, LinearOutput
+from ascend_vllm.layers.quantization.unquantized import UnquantizedScheme
 from ascend_vllm.ops.gemm import has_kernel
 from ascend_vllm.ops.latent import pack_heads
 
@@ -33,11 +35,16 @@ class LatentAttention(Layer):
         prefix: name of the module, for example "model.layers.0.self_attn".
         cache_index: of the layer's cache among those of its stage.
         plan: of the decoder layer.
+
+    Raises:
+        ModelLoadError: the checkpoint is quantized.
     """
 
     def __init__(
         self, arch: ArchConfig, context: BuildContext, prefix: str, cache_index: int, plan: LayerPlan
     ) -> None:
+        if not isinstance(context.quant, UnquantizedScheme):
+            raise ModelLoadError("quantized latent attention is not supported; serve the unquantised checkpoint")
         latent = required(arch.latent, "kv_lora_rank")
         heads, head_size = context.parallel.shard(arch.num_heads, "attention heads"), arch.head_size
         row_width = latent.latent_width + latent.rotary_width
