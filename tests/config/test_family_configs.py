@@ -313,6 +313,8 @@ def test_what_the_published_models_differ_in(tmp_path: pathlib.Path) -> None:
     assert (falcon.parallel_norms, falcon.num_kv_heads, falcon.qkv_layout) == (1, 8, "grouped")
     lite, deepseek, r1 = read("DeepSeek-V2-Lite"), read("DeepSeek-V2"), read("DeepSeek-R1")
     assert [plan.mlp for plan in lite.layers[:3]] == ["gated", "experts", "experts"]
+    every_second = ArchConfig.from_hf(read_hf_config(str(tmp_path), overrides={"moe_layer_freq": 2}))
+    assert [plan.mlp for plan in every_second.layers[:6]] == ["gated"] * 4 + ["experts", "gated"]
     assert [plan.mlp for plan in r1.layers[:5]] == ["gated"] * 3 + ["experts"] * 2
     # 192**-0.5 times the square of 0.1·0.707·ln(40) + 1, or of 0.1·ln(40) + 1
     assert lite.attention_scale == deepseek.attention_scale == pytest.approx(0.0721688 * 1.589626, rel=1e-5)

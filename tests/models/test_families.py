@@ -128,7 +128,7 @@ def test_rows_beside_long_prompts_with_latent_attention() -> None:
     expected = {row: PagedDriver(config).step({row: prompt})[row] for row, prompt in prompts.items()}
     driver = PagedDriver(config)
     parts = {row: [] for row in prompts}
-    # tokens of each row in each step, from which on 170 are many
+    # tokens of each row in each step, few or many
     for counts in ((9, 170, 169, 130, 250, 2), (280, 1, 1, 169, 1, 180), (11, 129, 130, 1, 49, 118)):
         step = {}
         for (row, prompt), count in zip(prompts.items(), counts, strict=True):
@@ -138,6 +138,18 @@ def test_rows_beside_long_prompts_with_latent_attention() -> None:
             parts[row].append(log_probs)
     for row, found in parts.items():
         torch.testing.assert_close(torch.cat(found), expected[row], rtol=0, atol=1e-4)
+
+
+def test_latent_attention_can_rotate_halves(tmp_path: pathlib.Path) -> None:
+    source = pathlib.Path(tiny_model("deepseek-v3"))
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    config = json.loads((source / "config.json").read_text()) | {"rope_interleave": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompt = random_tokens(180, VOCAB_SIZE, seed=1)
+    expected = TransformersModel(str(tmp_path)).log_probs(prompt)
+    driver = PagedDriver(make_model_config(tmp_path))
+    parts = [driver.step({0: prompt[:175]})[0], driver.step({0: prompt[175:]})[0]]
+    torch.testing.assert_close(torch.cat(parts), expected, rtol=0, atol=1e-4)
 
 
 def test_longrope_of_longer_sequences_uses_the_long_factors(tmp_path: pathlib.Path) -> None:
