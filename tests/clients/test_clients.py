@@ -1,6 +1,6 @@
 """Third-party clients get the same answers as plain HTTP requests.
 
-These two are in every run; `make test-clients` runs them all, by all_clients.py.
+One is in every run, another one with --all; `make test-clients` runs them all, by all_clients.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ ROOT = checks.HERE.parents[1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "further"), [("langchain", {"brief"}), ("litellm", set())])
+@pytest.mark.parametrize(
+    ("name", "further"), [("langchain", {"brief"}), pytest.param("litellm", set(), marks=pytest.mark.exhaustive)]
+)
 def test_answers_are_those_of_http(
     name: str,
     further: set[str],
