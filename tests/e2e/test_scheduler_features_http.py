@@ -378,6 +378,9 @@ def test_sequences_of_one_prompt_by_generate(plain: httpx.Client) -> None:
 # ---- sliding window ------------------------------------------------------------------------------------------
 
 
+# how few blocks a row keeps is in test_scheduler_sliding_window.py; what it reads, and its tokens, in
+# test_sliding_window.py and test_equivalence_matrix.py
+@pytest.mark.exhaustive
 def test_a_sliding_window_keeps_few_blocks() -> None:
     """It has 40 tokens: 4 blocks of 16 hold them wherever it lies, and what four steps add."""
     flags = ["--block-size", "16", "--num-gpu-blocks-override", "2048", "--num-scheduler-steps", "4"]
