@@ -105,7 +105,7 @@ class Machine:
 
     def _clone(self) -> None:
         """The tree, and an environment that finds the packages of this one; `make` takes both for built."""
-        left_out = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", ".*_cache", "_npu", "_sim")
+        left_out = shutil.ignore_patterns(".git", ".venv", "build", "*-pytest-*.pyc", ".*_cache", "_npu", "_sim")
         shutil.copytree(ROOT, self._tree, symlinks=True, ignore=left_out)
         environment = self._tree / ".venv"
         venv.create(environment, symlinks=True)
