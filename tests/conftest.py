@@ -27,6 +27,7 @@ SECONDS_OF_NEW_FILES = 5.0
 # directory → what its tests call the servers that a session's tests share, and clients of them
 SHARED_SERVERS = {
     "clients": re.compile(r"\bclients_server\b"),
+    "fuzz": re.compile(r"\bfuzzed_servers\b"),
     "e2e": re.compile(r"\bdemo_server\b"),
     "entrypoints": re.compile(
         r"\b(?:openai|patient|compact|developer|guarded|keyed|generate)_server\b|\b(?:http: httpx|client: openai)\b"

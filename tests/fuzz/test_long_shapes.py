@@ -15,7 +15,7 @@ import time
 import types
 import typing
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -34,13 +34,9 @@ from tests.fuzz.http_wire import Connection
 from tests.fuzz.long_shapes import SIZE, LongRequest, address_requests, requests_of
 from tests.fuzz.probe import MODEL_NAME, Probe, probing
 from tests.fuzz.schema_fields import Field, Schema, Walk
-from tests.fuzz.test_fuzzed_requests import QUIET, SERVER_ERROR
-from tests.server import GENERATE_SERVER, OPENAI_SERVER, Server, is_idle, running, wait_until
-from tests.tiny_models import tiny_model
+from tests.fuzz.test_fuzzed_requests import SERVER_ERROR
+from tests.server import Server, is_idle, wait_until
 
-FLAGS = ["--dtype", "float32", "--kv-cache-memory-bytes", "16M", "--max-model-len", "256"]
-NAME = ["--served-model-name", MODEL_NAME]
-TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 NUM_CONNECTIONS = 4
 # a request that is not answered by then never is
 LONGEST_S = 60.0
@@ -361,22 +357,23 @@ def requests_with_addresses(document: Schema) -> list[LongRequest]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["generate", "pooling"])
-def test_openai_server(kind: str, whole_product: bool, runs_all: bool) -> None:
-    flags = TOOLS if kind == "generate" else ["--runner", "pooling"]
-    with running(OPENAI_SERVER, ["--model", tiny_model("qwen2"), *FLAGS, *NAME, *flags, *QUIET]) as server:
-        document = httpx.get(f"{server.url}/openapi.json", timeout=30).json()
-        requests = requests_to(openai_fields(document), everywhere=runs_all, whole=whole_product)
-        requests += requests_with_addresses(document)
-        outcomes = attack(server, kind, requests)
+@pytest.mark.parametrize("kind", ["openai", "pooling"])
+def test_openai_server(
+    fuzzed_servers: Callable[[str], Server], kind: str, whole_product: bool, runs_all: bool
+) -> None:
+    server = fuzzed_servers(kind)
+    document = httpx.get(f"{server.url}/openapi.json", timeout=30).json()
+    requests = requests_to(openai_fields(document), everywhere=runs_all, whole=whole_product)
+    requests += requests_with_addresses(document)
+    outcomes = attack(server, "generate" if kind == "openai" else "pooling", requests)
     check_reached(outcomes, list(document["paths"]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["vllm", "mindie"])
-def test_generate_server(form: str, whole_product: bool, runs_all: bool) -> None:
-    flags = ["--generate-format", form, "--disable-log-requests"]
-    with running(GENERATE_SERVER, ["--model", tiny_model("qwen2"), *FLAGS, *flags]) as server:
-        fields = struct_fields(SamplingParams if form == "vllm" else MindieRequest)
-        outcomes = attack(server, "plain", requests_to(fields, everywhere=runs_all, whole=whole_product))
-    check_reached(outcomes, ["/generate"])
+@pytest.mark.parametrize("form", ["generate", "mindie"])
+def test_generate_server(
+    fuzzed_servers: Callable[[str], Server], form: str, whole_product: bool, runs_all: bool
+) -> None:
+    fields = struct_fields(SamplingParams if form == "generate" else MindieRequest)
+    requests = requests_to(fields, everywhere=runs_all, whole=whole_product)
+    check_reached(attack(fuzzed_servers(form), "plain", requests), ["/generate"])
