@@ -156,11 +156,9 @@ ROWS = {
         "`use_logn_attn` and `use_dynamic_ntk` are refused beyond seq_length",
     ),
     "Qwen2ForCausalLM": Row("Qwen1.5, Qwen2, Qwen2.5 0.5B to 72B, QwQ", TRANSFORMERS),
-    "Qwen2MoeForCausalLM": Row(
-        "Qwen1.5-MoE A2.7B, Qwen2 57B-A14B", TRANSFORMERS, YES, "`use_sliding_window` is refused"
-    ),
+    "Qwen2MoeForCausalLM": Row("Qwen1.5-MoE A2.7B, Qwen2 57B-A14B", TRANSFORMERS),
     "Qwen3ForCausalLM": Row("Qwen3 0.6B to 32B", TRANSFORMERS),
-    "Qwen3MoeForCausalLM": Row("Qwen3 30B-A3B, 235B-A22B", TRANSFORMERS, YES, "`use_sliding_window` is refused"),
+    "Qwen3MoeForCausalLM": Row("Qwen3 30B-A3B, 235B-A22B", TRANSFORMERS),
     "Starcoder2ForCausalLM": Row("StarCoder2 3B, 7B, 15B", TRANSFORMERS),
     "XverseForCausalLM": Row("XVERSE 7B, 13B, 65B", "LlamaForCausalLM, which it equals"),
 }

@@ -60,6 +60,32 @@ def _llama(**options: Any) -> transformers.PretrainedConfig:
     return transformers.LlamaConfig(**(_GATED | options))
 
 
+def _qwen2_moe(**options: Any) -> transformers.PretrainedConfig:
+    """The first layer is dense, and weights of a token's experts do not add up to 1."""
+    return transformers.Qwen2MoeConfig(
+        **_GATED,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=56,
+        mlp_only_layers=[0],
+        **options,
+    )
+
+
+def _qwen3_moe(**options: Any) -> transformers.PretrainedConfig:
+    return transformers.Qwen3MoeConfig(
+        **_GATED,
+        head_dim=32,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+        decoder_sparse_step=2,
+        **options,
+    )
+
+
 def _rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_type": rope_type, "rope_theta": 10000.0, **parameters}
 
@@ -166,15 +192,11 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "mixtral": lambda: transformers.MixtralConfig(
         **_GATED | {"intermediate_size": 40}, num_local_experts=6, num_experts_per_tok=2
     ),
-    # the first layer is dense, and weights of a token's experts do not add up to 1
-    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
-        **_GATED,
-        num_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=56,
-        mlp_only_layers=[0],
-    ),
+    "qwen2-moe": _qwen2_moe,
+    # a window in the first layer only
+    "qwen2-moe-window": lambda: _qwen2_moe(use_sliding_window=True, sliding_window=24, max_window_layers=2),
+    "qwen3-moe": _qwen3_moe,
+    "qwen3-moe-window": lambda: _qwen3_moe(use_sliding_window=True, sliding_window=24),
     # quickly compiled
     "qwen2-moe-64": lambda: transformers.Qwen2MoeConfig(
         **_GATED | {"num_hidden_layers": 1},
@@ -183,15 +205,6 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         num_experts_per_tok=3,
         moe_intermediate_size=24,
         shared_expert_intermediate_size=56,
-    ),
-    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
-        **_GATED,
-        head_dim=32,
-        num_experts=16,
-        num_experts_per_tok=4,
-        moe_intermediate_size=32,
-        norm_topk_prob=True,
-        decoder_sparse_step=2,
     ),
     "deepseek-v2-lite": lambda: transformers.DeepseekV2Config(
         **_deepseek(q_lora_rank=None, n_routed_experts=8, num_experts_per_tok=3)

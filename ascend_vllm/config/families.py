@@ -7,7 +7,7 @@ has none (ChatGLM, Qwen 1, Baichuan, InternLM 1 and 2, MiniCPM).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -339,13 +339,19 @@ def read_mixtral(hf_config: Mapping[str, Any]) -> ArchConfig:
     )
 
 
-def _qwen_experts(hf_config: Mapping[str, Any], **shared: Any) -> dict[str, Any]:
-    """Fields of `ArchConfig` of Qwen's mixtures."""
+def _qwen_experts(hf_config: Mapping[str, Any], kinds: Sequence[str], **shared: Any) -> dict[str, Any]:
+    """Fields of `ArchConfig` of Qwen's mixtures.
+
+    Args:
+        hf_config: as in `ArchConfig.from_hf`.
+        kinds: the attention of each layer if `use_sliding_window` is set.
+        shared: fields of `ExpertsConfig`.
+    """
     count, step = int(hf_config["num_experts"]), int(hf_config["decoder_sparse_step"])
     dense = frozenset(hf_config.get("mlp_only_layers") or ())
     plans = tuple(
         plan if index in dense or count == 0 or (index + 1) % step else _with_experts((plan,))[0]
-        for index, plan in enumerate(layer_plans(hf_config))
+        for index, plan in enumerate(layer_plans(hf_config, kinds if hf_config.get("use_sliding_window") else None))
     )
     experts = ExpertsConfig(
         count=count,
@@ -358,15 +364,23 @@ def _qwen_experts(hf_config: Mapping[str, Any], **shared: Any) -> dict[str, Any]
 
 
 def read_qwen2_moe(hf_config: Mapping[str, Any]) -> ArchConfig:
-    """Qwen1.5-MoE and Qwen2-MoE: besides the experts an MLP for all tokens, with a gate."""
+    """Qwen1.5-MoE and Qwen2-MoE: besides the experts an MLP for all tokens, with a gate.
+
+    Without `layer_types`, every second one of the first `max_window_layers` layers has the window.
+    """
+    num_layers, num_windows = int(hf_config["num_hidden_layers"]), int(hf_config.get("max_window_layers") or 0)
+    kinds = hf_config.get("layer_types") or [
+        FULL_ATTENTION if index % 2 or index >= num_windows else SLIDING_ATTENTION for index in range(num_layers)
+    ]
     shared = {"shared_size": int(hf_config["shared_expert_intermediate_size"]), "has_shared_gate": True}
     biases = {"qkv_bias": bool(hf_config.get("qkv_bias", True)), "output_bias": False}
-    return read_decoder(hf_config, **biases, **_qwen_experts(hf_config, **shared))
+    return read_decoder(hf_config, **biases, **_qwen_experts(hf_config, kinds[:num_layers], **shared))
 
 
 def read_qwen3_moe(hf_config: Mapping[str, Any]) -> ArchConfig:
-    """Qwen3-MoE: queries and keys normalised per head, no MLP for all tokens."""
-    return read_decoder(hf_config, qk_norm=True, **_qwen_experts(hf_config))
+    """Qwen3-MoE: queries and keys normalised per head, no MLP for all tokens, windows in all layers if in any."""
+    kinds = [SLIDING_ATTENTION] * int(hf_config["num_hidden_layers"])
+    return read_decoder(hf_config, qk_norm=True, **_qwen_experts(hf_config, kinds))
 
 
 def read_deepseek_v2(hf_config: Mapping[str, Any]) -> ArchConfig:

@@ -322,6 +322,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_moe": _QWEN_MOE
     | {
         "intermediate_size": 5632,
+        "max_window_layers": 28,
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
         "moe_intermediate_size": 1408,
@@ -417,8 +418,6 @@ SUPPORTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "minicpm": {"num_experts": (0, None), "sparse_config": (None,)},
     "phi3": {"attention_bias": (False, None), "mlp_bias": (False, None), "lm_head_bias": (False, None)},
     "qwen": {"visual": (None,)},
-    "qwen2_moe": {"use_sliding_window": (False, None)},
-    "qwen3_moe": {"use_sliding_window": (False, None)},
 }
 # model types whose activations exceed the range of float16, as in vLLM
 WITHOUT_FLOAT16 = frozenset({"gemma2", "gemma3_text", "glm4"})

@@ -204,6 +204,9 @@ def make_rotary_embedding(config: RopeConfig, max_model_len: int, device: torch.
         )
     max_position = _max_position(config)
     missing = [name for name in _REQUIRED[config.rope_type] if parameters.get(name) is None]
+    if config.rope_type == "yarn" and not parameters.get("factor"):
+        # the growth of the lengths is a factor, too
+        missing = ["factor"] if config.number("original_max_position_embeddings") == max_position else []
     if missing:
         raise ModelLoadError(f"config.json: rope type {config.rope_type!r} needs {', '.join(missing)}")
     if config.rotary_dim % 2 or config.rotary_dim <= 0:

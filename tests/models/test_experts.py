@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
-from ascend_vllm.config.arch import ExpertsConfig
+from ascend_vllm.args.hf_files import read_hf_config
+from ascend_vllm.config.arch import ArchConfig, ExpertsConfig
 from ascend_vllm.config.model import LoadConfig
 from ascend_vllm.distributed.parallel_context import ParallelContext, Shard
 from ascend_vllm.errors import ConfigError, ModelLoadError
@@ -158,6 +159,21 @@ def test_a_stack_in_a_file_is_loaded(tmp_path: pathlib.Path) -> None:
     prompt = {0: random_tokens(40, VOCAB_SIZE, seed=2)}
     plain = PagedDriver(make_model_config(source)).step(prompt)[0]
     assert torch.equal(PagedDriver(make_model_config(tmp_path)).step(prompt)[0], plain)
+
+
+def test_which_layers_have_a_window() -> None:
+    """By the families' rules, and by layer_types where it is written."""
+    config = read_hf_config(tiny_model("qwen2-moe-window")) | {"num_hidden_layers": 5}
+
+    def windows(**changes: Any) -> list[int | None]:
+        return [plan.sliding_window for plan in ArchConfig.from_hf(config | changes).layers]
+
+    layer_types = ["full_attention", "sliding_attention"] * 3
+    assert windows(layer_types=None, max_window_layers=4) == [24, None, 24, None, None]
+    assert windows(layer_types=None, max_window_layers=28) == [24, None, 24, None, 24]
+    assert windows(layer_types=layer_types) == [None, 24, None, 24, None]
+    assert windows(layer_types=layer_types, use_sliding_window=False) == [None] * 5
+    assert windows(architectures=["Qwen3MoeForCausalLM"], layer_types=layer_types) == [24] * 5
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------

@@ -208,7 +208,6 @@ def test_llama_by_other_names(architecture: str) -> None:
         ("qwen1", {"visual": {}}, "visual {} is not supported"),
         ("minicpm", {"num_experts": 8}, "num_experts 8 is not supported"),
         ("mixtral", {"num_experts_per_tok": 7}, r"cannot use 7 \(num_experts_per_tok\) of 6 experts"),
-        ("qwen3-moe", {"use_sliding_window": True}, "use_sliding_window True is not supported"),
         ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
         ("deepseek-v2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
         (
@@ -224,6 +223,10 @@ def test_llama_by_other_names(architecture: str) -> None:
             {"quantization_config": {"quant_method": "fp8"}},
             "quantized latent attention is not supported",
         ),
+        ("qwen2-moe", {"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu'"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' needs factor"),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' needs factor"),
+        ("internlm2", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope type 'ntk' is not supported"),
         (
             "phi3-longrope",
             {"rope_parameters": {"short_factor": [1.0]}},
