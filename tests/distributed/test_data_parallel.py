@@ -266,16 +266,24 @@ def test_the_death_of_a_core_ends_all(server: Server) -> None:
     assert re.search(r"\(EngineCore_DP1 pid=\d+\) INFO", server.log)
 
 
-def test_cores_of_several_workers(llm: LLM) -> None:
-    """Two engines of two workers each; any worker's death ends them all, also if the server must stay."""
-    flags = [tiny_model("qwen2"), "--data-parallel-size", "2", "-tp", "2", *FLAGS]
+def test_cores_of_several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines of two workers each, which have half of a mixture's experts.
+
+    Any worker's death ends them all, also if the server must stay.
+    """
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    model = tiny_model("qwen2-moe")
+    alone = LLM(model, **OPTIONS)
+    expected = offline(alone, PROMPTS[:4])
+    alone.shutdown()
+    flags = [model, "--data-parallel-size", "2", "-tp", "2", "--enable-expert-parallel", *FLAGS]
     server = Server(SERVE, flags, ENV | {"VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1"})
     try:
         server.wait_ready(START_S)
         with httpx.Client(base_url=server.url, timeout=120) as http:
             with concurrent.futures.ThreadPoolExecutor(4) as pool, worked(http) as numbers:
                 answers = list(pool.map(lambda prompt: complete(http, prompt), PROMPTS[:4]))
-            assert [tokens_of(answer) for answer in answers] == offline(llm, PROMPTS[:4])
+            assert [tokens_of(answer) for answer in answers] == expected
             assert min(numbers) >= 1
             cores, workers = server.find("ascend_vllm.core.proc"), server.find("worker_process")
             assert (len(cores), len(workers)) == (2, 4)

@@ -131,13 +131,16 @@ def test_a_stage_that_dies_in_a_step_is_noticed(staged: LLM) -> None:
 
 
 def test_stages_of_several_workers_each() -> None:
-    """Four workers: stages of two layers and of one, two workers each; untied, whole prompts, many steps a call."""
-    model = tiny_model("llama")
+    """Four workers: stages of two layers and of one, two workers each, which share the experts of its layers."""
+    model = tiny_model("qwen2-moe")
     options = WHOLE_PROMPTS | {"num_scheduler_steps": 3, "num_gpu_blocks_override": 64}
-    llm = LLM(model, tensor_parallel_size=2, pipeline_parallel_size=2, **options)
+    llm = LLM(model, tensor_parallel_size=2, pipeline_parallel_size=2, enable_expert_parallel=True, **options)
     got = [ids_of(generate(llm, params)) for params in (GREEDY, PARAMS["sampled"])]
     facts = llm.collective_rpc(worker_functions.stage_facts)
+    held = llm.collective_rpc(worker_functions.experts_held)
     llm.shutdown()
+    # of 8; the first layer is dense
+    assert held == [[4]] * 4
     assert facts == [(2, 2, True, False)] * 2 + [(1, 1, False, True)] * 2
     alone = LLM(model, **options)
     assert got == [ids_of(generate(alone, params)) for params in (GREEDY, PARAMS["sampled"])]

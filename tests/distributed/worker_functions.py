@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ascend_vllm.layers.experts import Experts
 from ascend_vllm.ops.gemm import PackedLinear
 from ascend_vllm.types.step import SchedulerOutput, StepOutput
 from ascend_vllm.worker.worker import Worker
@@ -28,6 +29,11 @@ def table_size(worker: Worker) -> int:
     """Number of elements of this rank's embedding table."""
     table: PackedLinear = worker.get_model().embed_tokens._method._packed  # type: ignore[attr-defined]
     return table.out_features * table.in_features
+
+
+def experts_held(worker: Worker) -> list[int]:
+    """Number of whole or split experts that each mixture has on this rank."""
+    return [layer._own.size for layer in worker.get_model().layers() if isinstance(layer, Experts)]
 
 
 def process_id(_worker: Worker) -> int:
