@@ -387,7 +387,7 @@ def top_k_top_p(k: list[int] | None, p: list[float] | None, p_dtype: torch.dtype
     )
 
 
-def refused(call: Callable[[], None], operator: str, argument: str) -> None:
+def refused(call: Callable[[], object], operator: str, argument: str) -> None:
     # Errors about what tensors hold come when the call runs. On an ordinary stream that is after Python has gone on:
     # torch_npu then writes the text to its log, and after that its queue takes calls without running them.
     with pytest.raises(RuntimeError) as error, torch.npu.stream(torch.npu.SyncLaunchStream()):

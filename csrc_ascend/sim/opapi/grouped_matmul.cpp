@@ -1,4 +1,6 @@
 // Products of groups of rows with a weight per group, plain or quantised.
+#include <limits>
+
 #include "sim/opapi/quantized.h"
 #include "sim/opapi/table.h"
 
@@ -19,6 +21,48 @@ at::Tensor wide(const at::Tensor& tensor) { return tensor.to(at::kFloat); }
 
 bool present(const MaybeList& list) { return !list.empty() && list[0] && list[0]->numel(); }
 
+constexpr int64_t kMaxGroups = 1024, kLastAxisEnd = 65536;
+
+// The dtypes of the result that go with a scale. A float32 scale for bfloat16 takes a weight in FRACTAL_NZ.
+void require_scale(const Grouped& g) {
+  const bool fractal = g.weight[0].format == ACL_FORMAT_FRACTAL_NZ;
+  const In& scale = *g.scale[0];
+  switch (g.out[0].scalar_type()) {
+    case at::kBFloat16:
+      scale.in(fractal ? Dtypes{at::kBFloat16, at::kFloat} : Dtypes{at::kBFloat16});
+      break;
+    case at::kHalf:
+      scale.in({at::kFloat});
+      break;
+    case at::kChar:
+      scale.in({at::kLong});
+      break;
+    default:
+      require(false, "out", "a scale goes with float16, bfloat16 and int8");
+  }
+}
+
+// One tensor of rows, one stack of weights [groups, inputs, outputs], possibly a transposed view.
+void require_stack(const Grouped& g) {
+  const In& x = g.x[0].rank(2, 2);
+  const Weight& weight = g.weight[0];
+  weight.rank(3, 3);
+  const int64_t groups = g.group_list->size(0);
+  require(groups <= kMaxGroups, "groupList", "more than 1024 groups are not supported");
+  require(weight.size(0) == groups, "groupList", "it must have one element per weight");
+  // eight values of four bits are one element
+  const bool packed = weight.scalar_type() == at::kInt;
+  require(packed || weight.size(1) == x.size(1), "weight", "it must have as many inputs as x has columns");
+  const int64_t last = weight.stride(2) == 1 ? weight.size(2) : weight.size(1);
+  require(x.size(1) < kLastAxisEnd, "x", "its last axis must be below 65536");
+  require(last < kLastAxisEnd, "weight", "its last axis must be below 65536");
+  require(x.stride(1) == 1 || x.size(1) == 1, "x", "it must not be transposed");
+  if (weight.format == ACL_FORMAT_FRACTAL_NZ) {
+    require(weight.scalar_type() != at::kFloat, "weight", "float32 is not supported in FRACTAL_NZ");
+    require(g.group_list_type == 0 || groups > 1, "groupList", "counts of a single group are not supported");
+  }
+}
+
 void require_grouped(const Grouped& g) {
   require(!g.x.empty() && !g.weight.empty() && !g.out.empty(), "x", "x, weight and out need a tensor each");
   require(g.group_type == -1 || g.group_type == 0, "groupType", "only -1 (none) and 0 (rows) are supported");
@@ -36,7 +80,9 @@ void require_grouped(const Grouped& g) {
   if (g.group_type == 0) {
     require(g.group_list.has_value(), "groupList", "rows can only be grouped with it");
     g.group_list->in({at::kLong}).rank(1, 1);
+    if (g.x.size() == 1 && g.weight.size() == 1) require_stack(g);
   }
+  if (present(g.scale)) require_scale(g);
 }
 
 at::Tensor group_part(const MaybeList& list, int64_t group) {
@@ -97,6 +143,10 @@ void by_rows(const Grouped& g) {
       g.out.at(i).set(result);
     }
     start = ends[i];
+  }
+  // rows that no group has are undefined
+  if (g.split_item >= 2 && g.out[0].is_floating_point()) {
+    g.out[0].slice(0, start).fill_(std::numeric_limits<double>::quiet_NaN());
   }
 }
 
