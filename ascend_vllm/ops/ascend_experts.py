@@ -89,7 +89,7 @@ def grouped_experts_mlp(
 ) -> torch.Tensor:
     """See `experts.grouped_experts_mlp`; numbers of rows stay on the device, so graphs can be made of it."""
     if len(x) == 0:
-        return x.contiguous()
+        return x.new_empty(x.shape)
     num_own = len(gate_up)
     # ends: [num_own], of each expert's rows. Not counts, which CANN rules out for a single group in FRACTAL_NZ.
     rows, places, ends, _ = torch.ops.npu.npu_moe_init_routing_v2(

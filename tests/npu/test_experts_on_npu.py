@@ -78,10 +78,14 @@ def test_layers_compute_what_they_do_on_the_cpu(experts: ExpertsConfig) -> None:
 
 
 def _launched(name: str, *arguments: Any) -> list[str]:
-    """Operators of torch_npu that an op launches, in order."""
+    """Operators of torch_npu that an op launches, in order; the host waits for none, and gives the device nothing."""
     with Recorder() as recorder:
         IMPLEMENTATIONS[name](*arguments)
-    return [call for call in recorder.launched() if call.startswith("npu::")]
+    launched = recorder.launched()
+    assert not {"aten::_local_scalar_dense", "aten::nonzero"}.intersection(launched)
+    tensors = [value for _, given in recorder.calls for value in given.values() if isinstance(value, torch.Tensor)]
+    assert {tensor.device.type for tensor in tensors} == {"npu"}
+    return [call for call in launched if call.startswith("npu::")]
 
 
 @pytest.mark.parametrize(
