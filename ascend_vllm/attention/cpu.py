@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -18,6 +20,7 @@ from ascend_vllm.ops.latent import (
     expanded_attention,
     heads_linear,
     latent_attention,
+    pays_to_expand,
     store_latent,
 )
 from ascend_vllm.ops.paged import BLOCK_SIZES, HEAD_SIZES, paged_attention, rotary_store_kv, store_kv
@@ -105,7 +108,7 @@ class CpuAttention(AttentionBackend):
         metadata: None,  # noqa: ARG002 - nothing is prepared
         rotary: RotaryStep,
     ) -> torch.Tensor:
-        """Makes keys and values for rows with many query tokens only; see `EXPANDED_MIN_TOKENS`."""
+        """Makes keys and values for the rows for which `pays_to_expand` says so."""
         sizes = spec.latent
         assert sizes is not None
         num_tokens, num_heads = query.shape[0], spec.num_heads
@@ -118,15 +121,17 @@ class CpuAttention(AttentionBackend):
         if batch.max_query_len < EXPANDED_MIN_TOKENS:
             output = _absorbed(spec.scale, sizes, query, weights, kv_cache, *step)
             return output.view(num_tokens, num_heads * sizes.value_width)
-        # every token belongs to a row, and either op writes it
+        # every token belongs to a row
         output = query.new_empty(num_tokens, num_heads, sizes.value_width)
         matrices = (weights.expand, weights.output)
-        expanded_attention(query, kv_cache, *matrices, *step, spec.scale, EXPANDED_MIN_TOKENS, output)
-        for rows in _short_rows(batch):
+        for rows, is_expanded in _runs_of_rows(batch, sizes):
             first, last = batch.query_start_np[[rows.start, rows.stop]].tolist()
             starts = batch.query_start[rows.start : rows.stop + 1] - first
             part = (batch.block_table[rows], starts, batch.seq_lens[rows])
-            output[first:last] = _absorbed(spec.scale, sizes, query[first:last], weights, kv_cache, *part)
+            if is_expanded:
+                expanded_attention(query[first:last], kv_cache, *matrices, *part, spec.scale, output[first:last])
+            else:
+                output[first:last] = _absorbed(spec.scale, sizes, query[first:last], weights, kv_cache, *part)
         return output.view(num_tokens, num_heads * sizes.value_width)
 
 
@@ -147,11 +152,13 @@ def _absorbed(
     return values
 
 
-def _short_rows(batch: ForwardBatch) -> list[slice]:
-    """Ranges of consecutive rows that have fewer query tokens than those with keys and values of their own."""
-    is_short = np.diff(batch.query_start_np) < EXPANDED_MIN_TOKENS
-    edges = np.flatnonzero(np.diff(is_short, prepend=False, append=False)).tolist()
-    return [slice(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+def _runs_of_rows(batch: ForwardBatch, sizes: LatentSpec) -> list[tuple[slice, bool]]:
+    """Ranges of consecutive rows, and whether keys and values are made for them."""
+    query_lens = np.diff(batch.query_start_np)
+    widths = (sizes.nope_width, sizes.value_width, sizes.latent_width)
+    expands = pays_to_expand(query_lens, batch.seq_lens_np, *widths)
+    edges = [0, *(np.flatnonzero(np.diff(expands)) + 1).tolist(), len(expands)]
+    return [(slice(start, stop), bool(expands[start])) for start, stop in itertools.pairwise(edges)]
 
 
 def _odd_width(sizes: LatentSpec) -> str | None:

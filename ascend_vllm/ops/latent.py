@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ascend_vllm.ops.elementwise import make_cos_sin_cache
@@ -28,10 +29,37 @@ from ascend_vllm.ops.gemm import pack_panels, unpack_weight
 from ascend_vllm.ops.native import load_native_library
 from ascend_vllm.ops.registry import OPS, define_op
 
-# Query tokens of a row from which `expanded_attention` does fewer multiplications than `latent_attention`, for the
-# widths of DeepSeek's models: 2·(W + L) for each query token, key and head, or 2·(Q + F + V) and, whatever the number
-# of query tokens, 2·L·(Q + V) for each key and head.
-EXPANDED_MIN_TOKENS = 170
+# Fewest query tokens of a row that `expanded_attention` is for: steps on tapes have fewer.
+EXPANDED_MIN_TOKENS = 32
+
+
+def pays_to_expand(
+    query_lens: np.ndarray[Any, np.dtype[np.int32]],
+    seq_lens: np.ndarray[Any, np.dtype[np.int32]],
+    nope_width: int,
+    value_width: int,
+    latent_width: int,
+) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """For which rows `expanded_attention` does fewer multiplications than `heads_linear` and `latent_attention`.
+
+    Both multiply with the weights of keys and values: the one for each key, the others for each query token. For each
+    pair of them the others do 2·L - Q - V multiplications more. With DeepSeek's widths, rows without a context are
+    expanded, and with a long one those of at least 170 query tokens.
+
+    Args:
+        query_lens: [R], query tokens of rows.
+        seq_lens: [R], tokens in the cache after the step.
+        nope_width: Q.
+        value_width: V.
+        latent_width: L.
+
+    Returns:
+        [R]; False for rows with fewer than EXPANDED_MIN_TOKENS query tokens.
+    """
+    context = (seq_lens - query_lens).astype(np.int64)
+    pairs = query_lens * (context + query_lens // 2)
+    more = context * latent_width * (nope_width + value_width)
+    return (query_lens >= EXPANDED_MIN_TOKENS) & (more < pairs * (2 * latent_width - nope_width - value_width))
 
 
 def pack_heads(weight: torch.Tensor) -> torch.Tensor:
@@ -210,30 +238,28 @@ def make_latent_problem(
 
 
 def _latent_attention_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    # rows as (query tokens, tokens in the cache), N, L, F, S, padding, most query tokens of a row
-    cases: list[tuple[list[tuple[int, int]], int, int, int, int, int, int]] = [
+    # rows as (query tokens, tokens in the cache), N, L, F, S, padding
+    cases: list[tuple[list[tuple[int, int]], int, int, int, int, int]] = [
         # no rows; rows without tokens
-        ([], 2, 16, 8, 16, 0, 0),
-        ([(0, 0)], 2, 16, 8, 16, 0, 0),
-        ([(0, 5), (0, 17)], 2, 16, 8, 16, 3, 0),
+        ([], 2, 16, 8, 16, 0),
+        ([(0, 0)], 2, 16, 8, 16, 0),
+        ([(0, 5), (0, 17)], 2, 16, 8, 16, 3),
         # one token that sees itself
-        ([(1, 1)], 1, 8, 8, 16, 0, 0),
+        ([(1, 1)], 1, 8, 8, 16, 0),
         # decoding: numbers of heads around those of lanes; contexts around block edges and beyond one split
-        ([(1, 16), (1, 17), (1, 15), (1, 300)], 4, 32, 16, 16, 0, 0),
-        ([(1, 33), (1, 1), (1, 700)], 16, 64, 32, 32, 1, 0),
-        ([(1, 1500), (1, 64)], 9, 40, 8, 64, 0, 0),
-        ([(1, 127), (1, 129)], 128, 104, 24, 128, 0, 0),
-        ([(1, 90)], 16, 512, 64, 32, 0, 0),
-        ([(1, 600)], 20, 128, 64, 16, 0, 0),
+        ([(1, 16), (1, 17), (1, 15), (1, 300)], 4, 32, 16, 16, 0),
+        ([(1, 33), (1, 1), (1, 700)], 16, 64, 32, 32, 1),
+        ([(1, 1500), (1, 64)], 9, 40, 8, 64, 0),
+        ([(1, 127), (1, 129)], 128, 104, 24, 128, 0),
+        ([(1, 90)], 16, 512, 64, 32, 0),
+        ([(1, 600)], 20, 128, 64, 16, 0),
         # chunks, prompts, mixtures, more than a work item
-        ([(5, 5)], 2, 16, 8, 16, 0, 0),
-        ([(33, 161), (2, 40)], 6, 72, 24, 32, 2, 0),
-        ([(40, 700)], 5, 48, 16, 64, 0, 0),
-        ([(1, 50), (0, 9), (20, 70), (1, 1), (1, 600), (37, 37), (0, 0), (2, 18)], 8, 48, 16, 16, 1, 0),
-        # rows that are left to `expanded_attention`
-        ([(1, 50), (20, 70), (4, 9), (37, 37)], 8, 48, 16, 16, 1, 4),
+        ([(5, 5)], 2, 16, 8, 16, 0),
+        ([(33, 161), (2, 40)], 6, 72, 24, 32, 2),
+        ([(40, 700)], 5, 48, 16, 64, 0),
+        ([(1, 50), (0, 9), (20, 70), (1, 1), (1, 600), (37, 37), (0, 0), (2, 18)], 8, 48, 16, 16, 1),
     ]
-    for seed, (rows, heads, width, rotary, block_size, padding, most) in enumerate(cases):
+    for seed, (rows, heads, width, rotary, block_size, padding) in enumerate(cases):
         problem = make_latent_problem(
             dtype,
             rows,
@@ -244,7 +270,7 @@ def _latent_attention_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             padding=padding,
             seed=seed,
         )
-        yield *problem, (width + rotary) ** -0.5, width, most
+        yield *problem, (width + rotary) ** -0.5, width
 
 
 def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
@@ -265,7 +291,6 @@ def latent_attention(
     seq_lens: torch.Tensor,
     scale: float,
     value_width: int,
-    max_query_len: int = 0,
 ) -> torch.Tensor:
     """Causal attention of each row's absorbed queries to the rows of the cache.
 
@@ -281,16 +306,15 @@ def latent_attention(
         seq_lens: [R] int32.
         scale: factor on query·key.
         value_width: L, a multiple of 8: the value of a position is the first L numbers of its row.
-        max_query_len: rows with more query tokens are skipped; 0: none is.
 
     Returns:
-        [T, N, L] in query's dtype, contiguous; zero for tokens that belong to no row, or to one that is skipped.
+        [T, N, L] in query's dtype, contiguous; zero for tokens that belong to no row.
     """
     output = torch.zeros(*query.shape[:2], value_width, dtype=query.dtype, device=query.device)
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     for row, seq_len in enumerate(lengths):
         start, end = starts[row], starts[row + 1]
-        if start < end and (max_query_len == 0 or end - start <= max_query_len):
+        if start < end:
             blocks = block_table[row, : -(-seq_len // cache.shape[1])].long()
             keys = cache[blocks].flatten(0, 1)[None, :seq_len]
             output[start:end] = _attend(query[start:end], keys, keys[..., :value_width], scale)
@@ -298,19 +322,19 @@ def latent_attention(
 
 
 def _expanded_attention_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    # rows as (query tokens, tokens in the cache), N, L, F, Q, V, S, padding, fewest query tokens of a row
-    cases: list[tuple[list[tuple[int, int]], int, int, int, int, int, int, int, int]] = [
-        ([], 2, 16, 8, 8, 8, 16, 0, 0),
-        ([(0, 5)], 2, 16, 8, 8, 16, 16, 1, 0),
-        ([(1, 1)], 1, 8, 8, 8, 8, 16, 0, 0),
-        ([(5, 5)], 2, 16, 8, 16, 16, 16, 0, 0),
-        ([(200, 200)], 2, 64, 16, 32, 32, 16, 0, 0),
-        ([(97, 333), (2, 40)], 3, 40, 8, 24, 40, 32, 1, 0),
-        ([(40, 700)], 5, 128, 32, 64, 48, 64, 0, 0),
-        ([(20, 150)], 2, 512, 64, 128, 128, 128, 0, 0),
-        ([(1, 50), (20, 70), (4, 9), (37, 37)], 4, 48, 16, 32, 16, 16, 1, 5),
+    # rows as (query tokens, tokens in the cache), N, L, F, Q, V, S, padding
+    cases: list[tuple[list[tuple[int, int]], int, int, int, int, int, int, int]] = [
+        ([], 2, 16, 8, 8, 8, 16, 0),
+        ([(0, 5)], 2, 16, 8, 8, 16, 16, 1),
+        ([(1, 1)], 1, 8, 8, 8, 8, 16, 0),
+        ([(5, 5)], 2, 16, 8, 16, 16, 16, 0),
+        ([(200, 200)], 2, 64, 16, 32, 32, 16, 0),
+        ([(97, 333), (2, 40)], 3, 40, 8, 24, 40, 32, 1),
+        ([(40, 700)], 5, 128, 32, 64, 48, 64, 0),
+        ([(20, 150)], 2, 512, 64, 128, 128, 128, 0),
+        ([(1, 50), (20, 70), (4, 9), (37, 37)], 4, 48, 16, 32, 16, 16, 1),
     ]
-    for seed, (rows, heads, width, rotary, nope, values, block_size, padding, fewest) in enumerate(cases):
+    for seed, (rows, heads, width, rotary, nope, values, block_size, padding) in enumerate(cases):
         query, cache, *step = make_latent_problem(
             dtype,
             rows,
@@ -328,7 +352,7 @@ def _expanded_attention_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             for size in (nope, values)
         ]
         out = torch.zeros(len(query), heads, values, dtype=dtype)
-        yield query, cache, *weights, *step, (nope + rotary) ** -0.5, fewest, out
+        yield query, cache, *weights, *step, (nope + rotary) ** -0.5, out
 
 
 @define_op(inputs=_expanded_attention_inputs, mutates=("out",), tolerance=2e-5, devices=("cpu",))
@@ -341,7 +365,6 @@ def expanded_attention(
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
-    min_query_len: int,
     out: torch.Tensor,
 ) -> None:
     """Causal attention of rows with many query tokens, to keys and values that are made of the cache first.
@@ -357,9 +380,8 @@ def expanded_attention(
         query_start: likewise.
         seq_lens: likewise.
         scale: factor on query·key.
-        min_query_len: rows with fewer query tokens are skipped.
-        out: [T, N, V] in query's dtype, contiguous; V is a multiple of 8. Tokens of rows that are not skipped are
-            written, the others stay as they are.
+        out: [T, N, V] in query's dtype, contiguous; V is a multiple of 8; written, but for tokens that belong to
+            no row.
     """
     width = keys.shape[2] * (keys.shape[4] if keys.dim() == 5 else 1)
     rotary = cache.shape[2] - width
@@ -368,7 +390,7 @@ def expanded_attention(
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     for row, seq_len in enumerate(lengths):
         start, end = starts[row], starts[row + 1]
-        if start == end or end - start < min_query_len:
+        if start == end:
             continue
         rows = cache[block_table[row, : -(-seq_len // cache.shape[1])].long()].flatten(0, 1)[:seq_len]
         latents = _wide(rows[:, :width])

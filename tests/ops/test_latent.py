@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,22 +42,16 @@ class Layer:
     def step(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.block_table, self.query_start, self.seq_lens
 
-    def attended(self, max_query_len: int = 0) -> torch.Tensor:
-        """[T, N, L] by absorbed queries."""
-        query = latent.heads_linear(self.query, self.absorb, NOPE, LATENT)
-        result: torch.Tensor = latent.latent_attention(query, self.cache, *self.step, SCALE, LATENT, max_query_len)
-        return result
-
-    def absorbed(self, max_query_len: int = 0) -> torch.Tensor:
+    def absorbed(self) -> torch.Tensor:
         """[T, N, V] by absorbed queries."""
-        result: torch.Tensor = latent.heads_linear(self.attended(max_query_len), self.values, LATENT, VALUE)
+        query = latent.heads_linear(self.query, self.absorb, NOPE, LATENT)
+        sums = latent.latent_attention(query, self.cache, *self.step, SCALE, LATENT)
+        result: torch.Tensor = latent.heads_linear(sums, self.values, LATENT, VALUE)
         return result
 
-    def expand(self, out: torch.Tensor, min_query_len: int = 0) -> torch.Tensor:
+    def expand(self, out: torch.Tensor) -> torch.Tensor:
         """The same by keys and values of heads."""
-        latent.expanded_attention(
-            self.query, self.cache, self.keys, self.values, *self.step, SCALE, min_query_len, out
-        )
+        latent.expanded_attention(self.query, self.cache, self.keys, self.values, *self.step, SCALE, out)
         return out
 
     def row(self, row: int) -> Layer:
@@ -93,17 +88,11 @@ def test_both_forms_are_attention_to_keys_and_values_of_heads(isa: str) -> None:
     torch.testing.assert_close(layer.expand(torch.empty_like(expected)), expected, atol=2e-5, rtol=1e-5)
 
 
-def test_rows_of_a_mixed_step_are_computed_by_one_form_each() -> None:
-    layer = Layer(torch.float32, [(1, 40), (30, 90), (4, 4), (5, 60)])
-    everything = layer.absorbed()
-    out = layer.absorbed(max_query_len=4)
-    assert not out[1:31].any()
-    assert not out[35:].any()
-    short = torch.tensor([0, *range(31, 35)])
-    assert torch.equal(out[short], everything[short])
-    layer.expand(out, min_query_len=5)
-    assert torch.equal(out[short], everything[short])
-    torch.testing.assert_close(out, everything, atol=2e-5, rtol=1e-5)
+def test_whole_prompts_and_long_chunks_are_expanded() -> None:
+    rows = [(1, 1), (31, 31), (32, 32), (500, 500), (60, 100), (100, 8000), (169, 100_000), (180, 100_000)]
+    query_lens, seq_lens = np.array(rows, np.int32).T
+    expected = [False, False, True, True, False, False, False, True]
+    assert latent.pays_to_expand(query_lens, seq_lens, 128, 128, 512).tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
@@ -123,7 +112,7 @@ def test_a_row_depends_on_nothing_but_itself(isa: str, dtype: torch.dtype) -> No
 def test_threads_change_nothing(isa: str) -> None:
     layer = Layer(torch.bfloat16, [(1, 3000), (2, 900), (50, 700)])
     query = latent.heads_linear(layer.query, layer.absorb, NOPE, LATENT)
-    arguments = (query, layer.cache, *layer.step, SCALE, LATENT, 0)
+    arguments = (query, layer.cache, *layer.step, SCALE, LATENT)
     with_threads = torch.ops.ascend_vllm._latent_attention_with
     torch.set_num_threads(3)
     results = [with_threads(*arguments, threads) for threads in (1, 2, 3)]

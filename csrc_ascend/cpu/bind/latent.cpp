@@ -1,6 +1,7 @@
 #include <cstring>
 
 #include "cpu/bind/buffer.h"
+#include "cpu/bind/kept_memory.h"
 #include "cpu/bind/paged.h"
 #include "cpu/bind/panels.h"
 #include "cpu/bind/tape.h"
@@ -93,7 +94,10 @@ at::Tensor heads_linear(const at::Tensor& x, const at::Tensor& packed, int64_t i
   args.in_features = in_features;
   args.out_features = out_features;
   args.further = x.size(2) - in_features;
-  at::Tensor out = new_tensor({tokens, heads, out_features + args.further}, x.options());
+  const int64_t shape[] = {tokens, heads, out_features + args.further};
+  // recorded calls use the memory of the tape
+  at::Tensor out =
+      recording().tape == nullptr ? large_result(shape, x.options()) : new_tensor(shape, x.options());
   at::Tensor workspace;
   if (x.scalar_type() != at::kFloat) {
     workspace = new_tensor({heads * linear_workspace(tokens, in_features)}, x.options().dtype(at::kFloat));
@@ -118,7 +122,6 @@ Workspace& workspace() {
 struct LatentCall {
   LatentAttentionArgs args;
   PagedSequences sequences;
-  int64_t most_tokens;
   int64_t token_bytes;  // of the output
   int threads;
 
@@ -129,15 +132,11 @@ struct LatentCall {
 
   void run() const {
     sequences.check();
-    const int32_t* starts = args.query_start;
-    zero_rows(0, starts[0]);
-    for (int64_t s = 0; s < sequences.count && most_tokens > 0; ++s) {
-      if (starts[s + 1] - starts[s] > most_tokens) zero_rows(starts[s], starts[s + 1]);
-    }
-    zero_rows(starts[sequences.count], sequences.tokens);
+    zero_rows(0, args.query_start[0]);
+    zero_rows(args.query_start[sequences.count], sequences.tokens);
     Workspace& own = workspace();
     LatentPlan& plan = own.plan;
-    plan.make(args, sequences.count, most_tokens, threads);
+    plan.make(args, sequences.count, threads);
     LatentAttentionArgs planned = args;
     planned.items = plan.items.data();
     planned.num_items = static_cast<int64_t>(plan.items.size());
@@ -154,7 +153,7 @@ struct LatentCall {
 at::Tensor latent_attention_with(const at::Tensor& query, const at::Tensor& cache,
                                  const at::Tensor& block_table, const at::Tensor& query_start,
                                  const at::Tensor& seq_lens, double scale, int64_t value_width,
-                                 int64_t max_query_len, int64_t threads) {
+                                 int64_t threads) {
   check_heads(query, "query");
   check_latents(cache, query);
   const int64_t tokens = query.size(0), heads = query.size(1), width = query.size(2);
@@ -162,8 +161,7 @@ at::Tensor latent_attention_with(const at::Tensor& query, const at::Tensor& cach
   check_width(value_width, "value_width");
   TORCH_CHECK(cache.size(2) == width && value_width <= width, "query has a width of ", width, " and values of ",
               value_width, ", the cache's rows have ", cache.size(2));
-  TORCH_CHECK(heads > 0 && max_query_len >= 0 && threads >= 0,
-              "query has no heads, or max_query_len is negative");
+  TORCH_CHECK(heads > 0 && threads >= 0, "query has no heads");
   const PagedSequences sequences =
       paged_sequences(block_table, query_start, seq_lens, tokens, cache.size(0), cache.size(1), 0);
   at::Tensor out = new_tensor({tokens, heads, value_width}, query.options());
@@ -186,7 +184,6 @@ at::Tensor latent_attention_with(const at::Tensor& query, const at::Tensor& cach
   const LatentCall call{
       .args = args,
       .sequences = sequences,
-      .most_tokens = max_query_len,
       .token_bytes = heads * value_width * query.element_size(),
       .threads = static_cast<int>(threads),
   };
@@ -196,9 +193,8 @@ at::Tensor latent_attention_with(const at::Tensor& query, const at::Tensor& cach
 
 at::Tensor latent_attention(const at::Tensor& query, const at::Tensor& cache, const at::Tensor& block_table,
                             const at::Tensor& query_start, const at::Tensor& seq_lens, double scale,
-                            int64_t value_width, int64_t max_query_len) {
-  return latent_attention_with(query, cache, block_table, query_start, seq_lens, scale, value_width,
-                               max_query_len, 0);
+                            int64_t value_width) {
+  return latent_attention_with(query, cache, block_table, query_start, seq_lens, scale, value_width, 0);
 }
 
 // Keys and values of as many heads are computed at a time as fit into this memory, for each thread.
@@ -206,8 +202,7 @@ constexpr int64_t kExpandedBytes = int64_t{8} << 20;
 
 void expanded_attention(const at::Tensor& query, const at::Tensor& cache, const at::Tensor& keys,
                         const at::Tensor& values, const at::Tensor& block_table, const at::Tensor& query_start,
-                        const at::Tensor& seq_lens, double scale, int64_t min_query_len,
-                        const at::Tensor& out) {
+                        const at::Tensor& seq_lens, double scale, const at::Tensor& out) {
   check_heads(query, "query");
   check_latents(cache, query);
   check_same_dtype(keys, "keys", query);
@@ -253,11 +248,10 @@ void expanded_attention(const at::Tensor& query, const at::Tensor& cache, const 
   args.value_width = value_width;
   args.block_shift = sequences.block_shift;
   args.scale = static_cast<float>(scale);
-  args.fewest_tokens = min_query_len;
   int64_t longest = 0, work = 0;
   for (int64_t s = 0; s < sequences.count; ++s) {
     const int64_t of_row = args.query_start[s + 1] - args.query_start[s];
-    if (of_row == 0 || of_row < min_query_len) continue;
+    if (of_row == 0) continue;
     longest = std::max<int64_t>(longest, args.seq_lens[s]);
     work += heads * args.seq_lens[s] * (of_row * (width + value_width) / 2 + latent * (nope + value_width)) / 8;
   }
@@ -287,6 +281,6 @@ TORCH_LIBRARY_FRAGMENT(ascend_vllm, m) {
   m.def(
       "_latent_attention_with(Tensor query, Tensor cache, Tensor block_table, Tensor query_start, Tensor "
       "seq_lens, "
-      "float scale, int value_width, int max_query_len, int threads) -> Tensor");
+      "float scale, int value_width, int threads) -> Tensor");
   m.impl("_latent_attention_with", c10::DispatchKey::CPU, &ascend_vllm::latent_attention_with);
 }

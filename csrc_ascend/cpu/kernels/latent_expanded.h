@@ -22,7 +22,6 @@ struct ExpandedAttentionArgs {
   int64_t sequences, heads, latent, rotary, nope, value_width;
   int block_shift;
   float scale;
-  int64_t fewest_tokens;   // sequences with fewer query tokens are skipped
   char* memory;            // keys and values of heads_together heads, see expanded_rows()
   int64_t heads_together;  // whose keys and values are computed at a time
   // one region of scratch_stride floats per thread, expanded_scratch_floats() of them used
@@ -186,7 +185,7 @@ ASCEND_VLLM_DEFINE_KERNEL(expanded_attention, ExpandedAttentionArgs) {
   with_dtype(args.dtype, [&](auto tag) {
     for (int64_t s = 0; s < args.sequences; ++s) {
       const int64_t tokens = args.query_start[s + 1] - args.query_start[s];
-      if (tokens > 0 && tokens >= args.fewest_tokens) ExpandedAttention<decltype(tag)>(args, s).run();
+      if (tokens > 0) ExpandedAttention<decltype(tag)>(args, s).run();
     }
   });
 }

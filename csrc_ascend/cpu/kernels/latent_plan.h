@@ -18,16 +18,15 @@ class LatentPlan {
   int64_t part_floats = 0;
   int threads = 1;
 
-  // Reads the shapes of `args`, query_start and seq_lens. most_tokens: sequences with more are skipped; 0: none
-  // is. wanted_threads: 0 to choose by the amount of work.
-  void make(const LatentAttentionArgs& args, int64_t num_sequences, int64_t most_tokens, int wanted_threads) {
+  // Reads the shapes of `args`, query_start and seq_lens. wanted_threads: 0 to choose by the amount of work.
+  void make(const LatentAttentionArgs& args, int64_t num_sequences, int wanted_threads) {
     items.clear();
     merges.clear();
     part_floats = 0;
     int64_t work = 0;
     for (int64_t s = 0; s < num_sequences; ++s) {
       const int64_t tokens = args.query_start[s + 1] - args.query_start[s], rows = tokens * args.heads;
-      if (tokens == 0 || (most_tokens > 0 && tokens > most_tokens)) continue;
+      if (tokens == 0) continue;
       const int64_t blocks = (rows + kLatentItemRows - 1) / kLatentItemRows;
       for (int64_t b = blocks - 1; b >= 0; --b) {
         LatentItem item{};
