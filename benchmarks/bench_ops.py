@@ -31,8 +31,11 @@ from tqdm import tqdm
 from ascend_vllm.ops import kernel_choice, native, registry
 from ascend_vllm.ops.experts import pack_experts, route_tokens
 from ascend_vllm.ops.gemm import pack_weight
+from ascend_vllm.ops.latent import make_latent_problem, pack_heads
 from ascend_vllm.ops.paged import make_paged_problem
 
+# latent attention as DeepSeek-V2-Lite's: heads, widths of latents, rotary parts, other parts of queries, values
+MLA_HEADS, LATENT, ROTARY, NOPE, VALUE = 16, 512, 64, 128, 128
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_SIZE, VOCAB = 896, 4864, 14, 2, 64, 151_936
 # seconds of calls in a turn, and of those at its begin that do not count
 _TURN_S, _SETTLE_S = 0.03, 0.01
@@ -191,6 +194,45 @@ def _store_kv(dtype: torch.dtype) -> Iterator[Case]:
         yield f"{tokens} tokens", (key, value, cache[0], cache[1], torch.randperm(2048)[:tokens]), None
 
 
+def _heads_linear(dtype: torch.dtype) -> Iterator[Case]:
+    for inputs, outputs in ((NOPE, LATENT), (LATENT, VALUE)):
+        weight = (torch.randn(MLA_HEADS, outputs, inputs) / inputs**0.5).to(dtype)
+        packed = pack_heads(weight)
+        for tokens in (1, 8, 32, 256):
+            x = torch.randn(tokens, MLA_HEADS, inputs).to(dtype)
+            plain = functools.partial(torch.bmm, x.transpose(0, 1), weight.transpose(1, 2))
+            yield f"{tokens} tokens, {inputs}->{outputs}", (x, packed, inputs, outputs), plain
+
+
+def _latent_attention(dtype: torch.dtype) -> Iterator[Case]:
+    batches = {
+        "1 decode at 128": [(1, 128)],
+        "1 decode at 4096": [(1, 4096)],
+        "1 decode at 8192": [(1, 8192)],
+        "32 decodes at 512": [(1, 512)] * 32,
+        "32 after a prefix of 992": [(32, 1024)],
+    }
+    for label, rows in batches.items():
+        for heads in (MLA_HEADS, 128):
+            shape = {"num_heads": heads, "latent_width": LATENT, "rotary_width": ROTARY, "block_size": 32}
+            problem = make_latent_problem(dtype, rows, **shape)
+            yield f"{label}, {heads} heads", (*problem, (NOPE + ROTARY) ** -0.5, LATENT), None
+
+
+def _expanded_attention(dtype: torch.dtype) -> Iterator[Case]:
+    keys, values = (
+        pack_heads((torch.randn(MLA_HEADS, width, LATENT) / LATENT**0.5).to(dtype)) for width in (NOPE, VALUE)
+    )
+    for query_len, length in ((128, 128), (1024, 1024), (256, 2048)):
+        query, cache, *step = make_latent_problem(
+            dtype, [(query_len, length)], num_heads=MLA_HEADS, latent_width=LATENT, rotary_width=ROTARY,
+            block_size=32, query_width=NOPE + ROTARY,
+        )  # fmt: skip
+        out = torch.empty(query_len, MLA_HEADS, VALUE, dtype=dtype)
+        arguments = (query, cache, keys, values, *step, (NOPE + ROTARY) ** -0.5, out)
+        yield f"{query_len} tokens of {length}", arguments, None
+
+
 CASES: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {
     "rms_norm": _norm,
     "fused_add_rms_norm": _fused_add_rms_norm,
@@ -204,6 +246,9 @@ CASES: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {
     "sample_tokens": _sample,
     "paged_attention": _attention,
     "store_kv": _store_kv,
+    "heads_linear": _heads_linear,
+    "latent_attention": _latent_attention,
+    "expanded_attention": _expanded_attention,
 }
 
 

@@ -32,6 +32,14 @@ ASCEND_VLLM_KERNEL(heads_linear, HeadsLinearArgs)
 namespace ascend_vllm {
 namespace {
 
+// Prefetches n elements into the L2 cache. Always inline, since g++ 12 removes calls of a function that only
+// prefetches.
+template <class T>
+[[gnu::always_inline]] inline void fetch_panels(const T* from, int64_t n) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(from + i, 0, 2);
+}
+
 template <class T>
 void heads_linear(const HeadsLinearArgs& a) {
   using X = typename InputOf<T>::type;
@@ -43,6 +51,7 @@ void heads_linear(const HeadsLinearArgs& a) {
 #endif
   constexpr bool kPairs = is_same<T, bfloat16>;
   const int64_t padded = (a.in_features + 1) / 2 * 2, weight_inputs = kPairs ? padded : a.in_features;
+  const int64_t panel_size = kPanel * weight_inputs;
   const int64_t panels = (a.out_features + kPanel - 1) / kPanel, width = a.out_features + a.further;
   const int threads = threads_for(a.tokens * a.heads * a.in_features * a.out_features / 8);
   LinearArgs linear{};
@@ -54,7 +63,7 @@ void heads_linear(const HeadsLinearArgs& a) {
   const auto of_head = [&](int64_t head) {
     LinearArgs own = linear;
     own.x = static_cast<const T*>(a.x) + head * a.x_head_stride;
-    own.packed = static_cast<const T*>(a.packed) + head * panels * kPanel * weight_inputs;
+    own.packed = static_cast<const T*>(a.packed) + head * panels * panel_size;
     own.out = static_cast<T*>(a.out) + head * width;
     return own;
   };
@@ -68,33 +77,42 @@ void heads_linear(const HeadsLinearArgs& a) {
   }
   // fewer panels per task if there would be too few tasks to balance the threads
   const int64_t row_blocks = (a.tokens + kTaskRows - 1) / kTaskRows;
-  int64_t group = kGroup;
-  while (group > 1 && a.heads * row_blocks * ((panels + group - 1) / group) < 4 * threads) group /= 2;
-  const int64_t groups = (panels + group - 1) / group;
+  int64_t span = (panels + kGroup - 1) / kGroup * kGroup;
+  while (span > 1 && a.heads * row_blocks * ((panels + span - 1) / span) < 4 * threads) span = (span + 1) / 2;
+  const int64_t spans = (panels + span - 1) / span;
   const auto task = [&](int64_t index) {
-    const int64_t panel = index % groups * group, block = index / groups % row_blocks;
-    const int64_t head = index / groups / row_blocks;
+    const int64_t begin = index % spans * span, end = std::min(begin + span, panels);
+    const int64_t block = index / spans % row_blocks, head = index / spans / row_blocks;
     const int64_t row = a.tokens * block / row_blocks, rows = a.tokens * (block + 1) / row_blocks - row;
     const LinearArgs own = of_head(head);
-    if (panel == 0 && a.further > 0) {
+    if (begin == 0 && a.further > 0) {
       const T* from = static_cast<const T*>(own.x) + row * own.x_stride + a.in_features;
       T* to = static_cast<T*>(own.out) + row * own.out_stride + a.out_features;
       for (int64_t r = 0; r < rows; ++r) {
         __builtin_memcpy(to + r * own.out_stride, from + r * own.x_stride, a.further * sizeof(T));
       }
     }
-    const int64_t count = std::min(group, panels - panel);
+    for (int64_t panel = begin; panel < end; panel += kGroup) {
+      const int64_t count = std::min(kGroup, end - panel);
+      // A panel may be as short as the distance at which products prefetch, so the next ones are prefetched
+      // here.
+      fetch_panels(static_cast<const T*>(own.packed) + (panel + count) * panel_size,
+                   std::min(kGroup, end - panel - count) * panel_size);
 #ifdef __AMX_BF16__
-    if constexpr (kHasTiles) return TileTask(own, row, rows, panel, count).run();
+      if constexpr (kHasTiles) {
+        TileTask(own, row, rows, panel, count).run();
+        continue;
+      }
 #endif
-    if (widens) {
-      const X* x = static_cast<const X*>(a.workspace) + head * a.tokens * padded;
-      run_task<T>(own, x, padded, row, rows, panel, count);
-    } else if constexpr (is_same<T, X>) {
-      run_task<T>(own, static_cast<const X*>(own.x), own.x_stride, row, rows, panel, count);
+      if (widens) {
+        const X* x = static_cast<const X*>(a.workspace) + head * a.tokens * padded;
+        run_task<T>(own, x, padded, row, rows, panel, count);
+      } else if constexpr (is_same<T, X>) {
+        run_task<T>(own, static_cast<const X*>(own.x), own.x_stride, row, rows, panel, count);
+      }
     }
   };
-  const int64_t tasks = a.heads * row_blocks * groups;
+  const int64_t tasks = a.heads * row_blocks * spans;
   if (threads == 1) {
     for (int64_t i = 0; i < tasks; ++i) task(i);
   } else {
