@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -159,6 +161,51 @@ def test_a_stack_in_a_file_is_loaded(tmp_path: pathlib.Path) -> None:
     prompt = {0: random_tokens(40, VOCAB_SIZE, seed=2)}
     plain = PagedDriver(make_model_config(source)).step(prompt)[0]
     assert torch.equal(PagedDriver(make_model_config(tmp_path)).step(prompt)[0], plain)
+
+
+_LOAD = """
+import re, sys
+from tests.models.paged_driver import load, make_model_config
+
+def memory(name):
+    with open("/proc/self/status") as file:
+        return int(re.search(rf"^{name}:\\s+(\\d+) kB$", file.read(), re.MULTILINE)[1]) * 1024
+
+# libraries are loaded once, and are not part of what is measured
+load(make_model_config(sys.argv[1], dtype="bfloat16"))
+before = memory("VmRSS")
+model = load(make_model_config(sys.argv[2], dtype="bfloat16"))
+print(memory("VmHWM") - before)
+"""
+
+
+@pytest.mark.parametrize("layout", ["single", "stacks"])
+def test_weights_are_never_in_memory_twice(tmp_path: pathlib.Path, layout: str) -> None:
+    """Not even while they are loaded: they are packed as they are read from mapped files."""
+    small = tiny_model("qwen3-moe")
+    config = transformers.AutoConfig.from_pretrained(
+        small, num_experts=64, moe_intermediate_size=512, decoder_sparse_step=1, num_hidden_layers=6
+    )
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        shapes = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+    weights = {}
+    for name, weight in shapes.items():
+        tensor = torch.zeros(weight.shape, dtype=torch.bfloat16)
+        if layout == "stacks" or ".experts." not in name:
+            weights[name] = tensor
+            continue
+        prefix, _, matrices = name.rpartition(".")
+        for index, expert in enumerate(tensor):
+            names = ("gate_proj", "up_proj") if matrices == "gate_up_proj" else ("down_proj",)
+            for matrix, part in zip(names, expert.chunk(len(names)), strict=True):
+                weights[f"{prefix}.{index}.{matrix}.weight"] = part.clone()
+    save_file(weights, tmp_path / "model.safetensors")
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert size > 70 << 20
+    run = [sys.executable, "-c", _LOAD, small, str(tmp_path)]
+    growth = int(subprocess.run(run, stdout=subprocess.PIPE, check=True, timeout=120).stdout)
+    assert 0.9 * size < growth < 1.2 * size + (32 << 20)
 
 
 def test_which_layers_have_a_window() -> None:
