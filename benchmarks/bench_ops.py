@@ -33,6 +33,7 @@ from ascend_vllm.ops.experts import pack_experts, route_tokens
 from ascend_vllm.ops.gemm import pack_weight
 from ascend_vllm.ops.latent import make_latent_problem, pack_heads
 from ascend_vllm.ops.paged import make_paged_problem
+from ascend_vllm.ops.quantized_gemm import Int8Panels, QuantizedPanels, quantize_tokens
 
 # latent attention as DeepSeek-V2-Lite's: heads, widths of latents, rotary parts, other parts of queries, values
 MLA_HEADS, LATENT, ROTARY, NOPE, VALUE = 16, 512, 64, 128, 128
@@ -106,6 +107,37 @@ def _linear(dtype: torch.dtype) -> Iterator[Case]:
             x = torch.randn(rows, inputs).to(dtype)
             plain = functools.partial(torch.nn.functional.linear, x, weight)
             yield f"{rows} rows, {inputs}->{outputs}", (x, packed, None, outputs), plain
+
+
+def _quantized_linear(dtype: torch.dtype) -> Iterator[Case]:
+    """Compared with torch's product with the weight in the dtype; as in `_linear`, caches may hold the weights."""
+    inputs, outputs = HIDDEN, 2 * INTERMEDIATE
+    for code, group_size in (("uint4", 128), ("uint4", 32), ("uint8", inputs), ("float8_e4m3", 128)):
+        panels = QuantizedPanels(outputs, inputs, group_size, code, scale_dtype=torch.float16)
+        panels.codes.random_(0, 2**26)
+        panels.scales.fill_(0.01)
+        weight = panels.dequantized().to(dtype)
+        sizes = f"{inputs}->{outputs}, {code} in groups of {group_size}, {panels.num_bytes / 1e6:.1f} MB"
+        for rows in (1, 8, 32, 256):
+            x = torch.randn(rows, inputs).to(dtype)
+            plain = functools.partial(torch.nn.functional.linear, x, weight)
+            arguments = (panels.codes, panels.scales, None, None, None, outputs, group_size, code)
+            yield f"{rows} rows, {sizes}", (x, *arguments), plain
+
+
+def _int8_linear(dtype: torch.dtype) -> Iterator[Case]:
+    """Compared with torch's product with the weight in the dtype."""
+    inputs, outputs = HIDDEN, 2 * INTERMEDIATE
+    panels = Int8Panels(outputs, inputs)
+    panels.codes.random_()
+    panels.scales.fill_(0.01)
+    weight = panels.dequantized().to(dtype)
+    for rows in (1, 8, 32, 256):
+        x = torch.randn(rows, inputs).to(dtype)
+        q, scales, _ = quantize_tokens(x, False)
+        plain = functools.partial(torch.nn.functional.linear, x, weight)
+        arguments = (q, scales, None, panels.codes, panels.scales, None, None, outputs, dtype)
+        yield f"{rows} rows, {inputs}->{outputs}, {panels.num_bytes / 1e6:.1f} MB", arguments, plain
 
 
 def _experts(dtype: torch.dtype) -> Iterator[Case]:
@@ -241,6 +273,8 @@ CASES: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {
     "silu_and_mul": _silu,
     "gelu_and_mul": _gelu,
     "packed_linear": _linear,
+    "quantized_linear": _quantized_linear,
+    "int8_linear": _int8_linear,
     "experts_mlp": _experts,
     "apply_penalties": _penalties,
     "sample_tokens": _sample,

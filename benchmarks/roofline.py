@@ -5,9 +5,11 @@ are read from memory, as in decoding: calls rotate among copies that together ex
 
     python benchmarks/roofline.py --json roofline.json
     python benchmarks/roofline.py --layers gate_up down --rows 1 64 --budget 1
+    python benchmarks/roofline.py --weights uint4 int8 --rows 1 8
 
 A kernel's limit is the time to read its operands once or for its multiplications and additions, whichever
-is longer. The share compares medians; at the end the fastest calls are compared with the highest limits of the run.
+is longer; for 8-bit inputs, too, the peak is that of floats, so that their share of it may exceed 100%. The share
+compares medians; at the end the fastest calls are compared with the highest limits of the run.
 With other load on the machine, the limits are measured too low and the calls too long: shares then mean little.
 """
 
@@ -31,6 +33,7 @@ from comparison.peaks import Peaks, Reading, best_reading, median_reading
 from ascend_vllm.ops import native
 from ascend_vllm.ops.gemm import pack_weight
 from ascend_vllm.ops.paged import make_paged_problem
+from ascend_vllm.ops.quantized_gemm import CODES, Int8Panels, QuantizedPanels, quantize_tokens
 
 # the linear layers of Qwen2-0.5B's shape: inputs, outputs
 LAYERS = {
@@ -41,6 +44,9 @@ LAYERS = {
     "lm_head": (896, 151_936),
 }
 ROWS = (1, 4, 8, 16, 32, 64, 256, 1024)
+# weights in codes with groups of 128 inputs, and 8-bit numbers by 8-bit numbers
+WEIGHTS = (*CODES, "int8")
+GROUP_SIZE = 128
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 14, 2, 64, 16
 # (query tokens, tokens in the cache) of each sequence
 BATCHES = {
@@ -144,6 +150,38 @@ def linear_cases(names: Sequence[str], rows: Sequence[int], dtype: torch.dtype, 
             )
 
 
+def quantized_cases(
+    names: Sequence[str], rows: Sequence[int], dtype: torch.dtype, weights: Sequence[str], mib: float
+) -> Iterator[Case]:
+    """The linear layers with weights of 8 or 4 bits; the time of 8-bit inputs does not include their rounding."""
+    for name, code in itertools.product(names, weights):
+        inputs, outputs = LAYERS[name]
+
+        def panels(code: str = code, inputs: int = inputs, outputs: int = outputs) -> QuantizedPanels:
+            int8 = code == "int8"
+            made = Int8Panels(outputs, inputs) if int8 else QuantizedPanels(outputs, inputs, GROUP_SIZE, code)
+            made.codes.random_()
+            made.scales.fill_(1e-3)
+            return made
+
+        first = panels()
+        copies = [first, *(panels() for _ in range(_copies(first.num_bytes, mib) - 1))]
+        for count in rows:
+            x = torch.randn(count, inputs).to(dtype)
+            q, scales, _ = quantize_tokens(x, False)
+            calls: list[Callable[[], object]] = [
+                functools.partial(copy.product, q, scales, None, None, dtype)
+                if isinstance(copy, Int8Panels)
+                else functools.partial(copy, x, None)
+                for copy in copies
+            ]
+            num_bytes = first.num_bytes + x.numel() * (1 if code == "int8" else dtype.itemsize)
+            yield Case(
+                code, f"{name} {inputs}x{outputs}, {count} rows", calls,
+                num_bytes + count * outputs * dtype.itemsize, 2 * count * inputs * outputs,
+            )  # fmt: skip
+
+
 def attention_cases(names: Sequence[str], dtype: torch.dtype, mib: float) -> Iterator[Case]:
     """Attention to a paged cache."""
     attention = torch.ops.ascend_vllm.paged_attention.default
@@ -194,7 +232,7 @@ def measure(case: Case, peaks: Peaks, budget_s: float) -> tuple[Result, Reading]
 
 def _line(result: Result) -> str:
     return (
-        f"{result.kernel:10} {result.label:30} {result.median_us:10.1f} us"
+        f"{result.kernel:11} {result.label:30} {result.median_us:10.1f} us"
         f" {result.num_bytes / result.median_us / 1e3:7.1f} GB/s {result.flops / result.median_us / 1e3:7.1f} GFLOP/s"
         f"  {result.share:6.1%} of {result.limited_by}"
     )
@@ -210,6 +248,7 @@ def _parse_args() -> argparse.Namespace:
     parser = report.parser_of(__doc__, "at the end")
     parser.add_argument("--layers", nargs="*", choices=LAYERS, default=list(LAYERS), help="default: all")
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), help="default: %(default)s")
+    parser.add_argument("--weights", nargs="*", choices=WEIGHTS, default=[], help="of further linear layers")
     parser.add_argument("--attention", nargs="*", choices=BATCHES, default=list(BATCHES), help="default: all")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--isa", help="the kernels' instruction set; default: as a server chooses")
@@ -259,14 +298,15 @@ def _measure_all(
     """All kernels, and the highest limits."""
     results = []
     linear = linear_cases(args.layers, args.rows, dtype, args.copies_mib)
-    for case in itertools.chain(linear, attention_cases(args.attention, dtype, args.copies_mib)):
+    quantized = quantized_cases(args.layers, args.rows, dtype, args.weights, args.copies_mib)
+    for case in itertools.chain(linear, quantized, attention_cases(args.attention, dtype, args.copies_mib)):
         result, limits = measure(case, peaks, args.budget)
         highest = best_reading([highest, limits])
         results.append(result)
         print(_line(result), flush=True)
     print("Fastest calls against the highest limits of the run:")
     for result in results:
-        print(f"{result.kernel:10} {result.label:30} {result.best_us:10.1f} us  {result.best_share(highest):6.1%}")
+        print(f"{result.kernel:11} {result.label:30} {result.best_us:10.1f} us  {result.best_share(highest):6.1%}")
     return results, highest
 
 

@@ -1,12 +1,12 @@
 // Products with weights in 8 or 4 bits and with inputs in 8 bits, see ops/quantized_gemm.py.
 //
-// Weights are read as 32-bit words of a panel's 16 outputs; a shift and a mask give 16-bit pairs of inputs.
-// Whole numbers are multiplied as integers: a row of 16-bit floats is rounded to 16-bit multiples of a scale
-// per block of at most 128 inputs, so a block's sum is exact in 32 bits, and sums of blocks are added in
-// float32 in the order of the inputs. Few rows unpack words in registers; many rows use a block of some panels
-// that was unpacked into the first-level cache. Both compute the same numbers, so a row's result does not
-// depend on the other rows. 8-bit inputs have one block, of all inputs. Inputs in float32 and codes that are no
-// whole numbers are multiplied in float32 by the tiles of gemm_tasks.h, in slices of unpacked weights.
+// Weights are read as 32-bit words of a panel's 16 outputs; a shift and a mask give 16-bit pairs of inputs, in
+// registers and for about a dozen rows at a time. Whole numbers are multiplied as integers: a row of 16-bit
+// floats is rounded to 16-bit multiples of a scale per block of at most 128 inputs, so a block's sum is exact
+// in 32 bits, and sums of blocks are added in float32 in the order of the inputs: a row's result does not
+// depend on the other rows. 8-bit inputs have one block, of all inputs. fp8 weights
+// are multiplied as bfloat16 where there are instructions for that; they and inputs in float32 are otherwise
+// multiplied in float32, by the tiles of gemm_tasks.h, in slices of unpacked weights.
 //
 // The macro __AVX512VNNI__ makes the build compile this header for that set, too.
 #pragma once
@@ -210,6 +210,16 @@ void quantized_linear(const QuantizedLinearArgs& a) {
                             scales + row * inputs.blocks, totals + row * inputs.blocks, inputs.blocks};
       multiply_integers(weight, own, rows, panel, panels, sums);
     });
+#ifdef __AVX512BF16__
+  } else if (is_same<T, bfloat16>) {
+    bfloat16* x = reinterpret_cast<bfloat16*>(a.workspace);
+    prepare_rows(a.rows, a.in_features,
+                 [&](int64_t t) { widen_ordered<T>(a, t, x + t * inputs.stride, inputs.stride); });
+    run_product<T>(a, [&](int64_t row, int64_t rows, int64_t panel, int64_t panels, float* sums) {
+      multiply_float8(weight, reinterpret_cast<const int32_t*>(x + row * inputs.stride), inputs.stride / 2,
+                      rows, panel, panels, sums);
+    });
+#endif
   } else {
     float* x = reinterpret_cast<float*>(a.workspace);
     prepare_rows(a.rows, a.in_features,

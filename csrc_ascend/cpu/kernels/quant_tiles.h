@@ -5,19 +5,19 @@ namespace ascend_vllm {
 namespace {
 
 constexpr int kPanelInts = kPanel / kLanes;  // vectors of one word of a panel's outputs
-constexpr int64_t kFewQuantizedRows = 8;     // multiplied without unpacking panels to memory
-constexpr int64_t kFewRowsPanels = 16;       // maximum panels of a task with few rows
+constexpr int64_t kFewQuantizedRows = 8;     // of a task with many panels, which are read one after the other
+constexpr int64_t kFewRowsPanels = 16;       // maximum panels of such a task
 constexpr int64_t kFloatSlice = 64;          // inputs that are unpacked to floats at a time
-// Rows and panels of a tile, whose sums fill the registers.
-#if defined(__AVX512VNNI__)
-constexpr int kIntRows = 14, kIntPanels = 2;
-#elif defined(__AVX512F__)
-constexpr int kIntRows = 12, kIntPanels = 2;
+// rows of a tile by one panel that is unpacked in registers
+#if defined(__AVX512F__)
+constexpr int kUnpackRows = 12;
 #elif defined(__AVX2__)
-constexpr int kIntRows = 5, kIntPanels = 1;
+constexpr int kUnpackRows = 8;
 #else
-constexpr int kIntRows = 2, kIntPanels = 1;
+constexpr int kUnpackRows = 4;
 #endif
+// the same of 8-bit numbers
+constexpr int kInt8Rows = kHasByteDots ? 16 : kLanes == 16 ? 12 : 5;
 
 // A weight's words and the blocks of its inputs.
 struct QuantizedWeight {
@@ -129,9 +129,9 @@ inline void round_row(const QuantizedLinearArgs& a, const QuantizedWeight& weigh
   __builtin_memset(to + a.in_features, 0, (stride - a.in_features) * sizeof(int16_t));
 }
 
-// Row t of x as floats.
-template <class T>
-inline void widen_ordered(const QuantizedLinearArgs& a, int64_t t, float* to, int64_t stride) {
+// Row t of x as floats or bfloat16.
+template <class T, class X>
+inline void widen_ordered(const QuantizedLinearArgs& a, int64_t t, X* to, int64_t stride) {
   const T* x = static_cast<const T*>(a.x) + t * a.x_stride;
   for_lanes(
       a.in_features,
@@ -139,7 +139,7 @@ inline void widen_ordered(const QuantizedLinearArgs& a, int64_t t, float* to, in
       [&](int64_t i, int rest) {
         store_n(to + i, a.order ? load_ordered(x, a.order + i, rest) : load_n(x + i, rest), rest);
       });
-  __builtin_memset(to + a.in_features, 0, (stride - a.in_features) * sizeof(float));
+  __builtin_memset(to + a.in_features, 0, (stride - a.in_features) * sizeof(X));
 }
 
 // The j-th pair of inputs of each word.
@@ -149,10 +149,10 @@ inline VecI pair_of(VecI words) {
   return and_i(shift_right<kBits * kPair>(words), mask);
 }
 
-// sums[kRows][16] += a block's products with `lanes` of one panel, unpacked in registers.
+// sums[kRows][kLanes] += a block's products with some outputs of one panel, unpacked in registers.
 template <int kRows, int kBits>
 inline void add_block(const IntegerRows& x, int64_t block, const uint32_t* w, int64_t first_word, int64_t words,
-                      VecF scale, VecI zero, int64_t lane, float* sums) {
+                      VecF scale, VecI zero, float* sums) {
   constexpr int kPairs = 16 / kBits;
   // sums of a row that do not wait for each other; they are exact, so their order does not matter
   constexpr int kChains = kRows >= 4 ? 1 : kRows == 1 ? kPairs : 2;
@@ -187,176 +187,68 @@ inline void add_block(const IntegerRows& x, int64_t block, const uint32_t* w, in
 #pragma GCC unroll 4
     for (int c = 1; c < kChains; ++c) sum = add_i(sum, acc[r][c]);
     sum = sub_i(sum, mul_i(zero, set1_i(x.totals[r * x.blocks + block])));
-    float* to = sums + r * kGroup * kPanel + lane;
+    float* to = sums + r * kGroup * kPanel;
     const VecF product = to_float(sum) * set1(x.scales[r * x.blocks + block]);
     store(to, block == 0 ? product * scale : fma(product, scale, load(to)));
   }
 }
 
+// sums[kRows][16 of kGroup * 16] = integer rows by one panel.
 template <int kRows, int kBits>
-__attribute__((noinline)) void multiply_few_integers(const QuantizedWeight& weight, const IntegerRows& x,
-                                                     int64_t panel, int64_t panels, float* sums) {
+__attribute__((noinline)) void multiply_tile_of_codes(const QuantizedWeight& weight, const IntegerRows& x,
+                                                      int64_t panel, float* sums) {
   constexpr int64_t kInputs = 32 / kBits;
-  for (int64_t p = 0; p < panels; ++p) {
-    const uint32_t* codes = weight.panel_codes(panel + p);
-    weight.for_blocks([&](int64_t group, int64_t block, int64_t begin, int64_t end) {
-      const int64_t first = begin / kInputs, words = (end + kInputs - 1) / kInputs - first;
+  const uint32_t* codes = weight.panel_codes(panel);
+  weight.for_blocks([&](int64_t group, int64_t block, int64_t begin, int64_t end) {
+    const int64_t first = begin / kInputs, words = (end + kInputs - 1) / kInputs - first;
 #pragma GCC unroll 4
-      for (int64_t lane = 0; lane < kPanel; lane += kLanes) {
-        add_block<kRows, kBits>(x, block, codes + first * kPanel + lane, first, words,
-                                weight.load_scales(panel + p, group, lane),
-                                weight.load_zeros(panel + p, group, lane), lane, sums + p * kPanel);
-      }
-    });
-  }
+    for (int64_t lane = 0; lane < kPanel; lane += kLanes) {
+      add_block<kRows, kBits>(x, block, codes + first * kPanel + lane, first, words,
+                              weight.load_scales(panel, group, lane), weight.load_zeros(panel, group, lane),
+                              sums + lane);
+    }
+  });
 }
 
 // Chooses the code for `rows` <= kRows rows.
 template <int kRows, int kBits>
-inline void multiply_few_rows(int64_t rows, const QuantizedWeight& weight, const IntegerRows& x, int64_t panel,
-                              int64_t panels, float* sums) {
+inline void multiply_codes(int64_t rows, const QuantizedWeight& weight, const IntegerRows& x, int64_t panel,
+                           float* sums) {
   if constexpr (kRows > 1) {
-    if (rows < kRows) return multiply_few_rows<kRows - 1, kBits>(rows, weight, x, panel, panels, sums);
+    if (rows < kRows) return multiply_codes<kRows - 1, kBits>(rows, weight, x, panel, sums);
   }
-  multiply_few_integers<kRows, kBits>(weight, x, panel, panels, sums);
+  multiply_tile_of_codes<kRows, kBits>(weight, x, panel, sums);
 }
-
-// Calls tile.run<rows, panels>() for `rows` <= kRows rows.
-template <int kRows, int kPanels, class Tile>
-inline void with_tile(int64_t rows, const Tile& tile) {
-  if constexpr (kRows > 1) {
-    if (rows < kRows) return with_tile<kRows - 1, kPanels>(rows, tile);
-  }
-  tile.template run<kRows, kPanels>();
-}
-
-// All tiles of rows by panels: tile_of(row, panel) returns the tile at that place.
-template <class TileOf>
-inline void for_tiles(int64_t rows, int64_t panels, const TileOf& tile_of) {
-  const int64_t tiles = (rows + kIntRows - 1) / kIntRows;
-  for (int64_t t = 0; t < tiles; ++t) {
-    const int64_t first = rows * t / tiles, count = rows * (t + 1) / tiles - first;
-    int64_t p = 0;
-    for (; p + kIntPanels <= panels; p += kIntPanels) with_tile<kIntRows, kIntPanels>(count, tile_of(first, p));
-    for (; p < panels; ++p) with_tile<kIntRows, 1>(count, tile_of(first, p));
-  }
-}
-
-// Unpacks words of one panel to pairs minus their zeros, [words * kPairs, 16].
-template <int kBits>
-inline void unpack_pairs(const uint32_t* w, int64_t words, const VecI* zeros, uint32_t* to) {
-  constexpr int kPairs = 16 / kBits;
-  VecI zero_pairs[kPanelInts];
-#pragma GCC unroll 4
-  for (int v = 0; v < kPanelInts; ++v) zero_pairs[v] = or_i(zeros[v], shift_left<16>(zeros[v]));
-  for (int64_t u = 0; u < words; ++u) {
-    __builtin_prefetch(reinterpret_cast<const char*>(w + u * kPanel) + kAhead);
-#pragma GCC unroll 4
-    for (int v = 0; v < kPanelInts; ++v) {
-      const VecI word = load_i(w + u * kPanel + v * kLanes);
-      const auto unpack = [&]<int kPair>() __attribute__((always_inline)) {
-        store_i(to + (u * kPairs + kPair) * kPanel + v * kLanes,
-                sub_halves(pair_of<kBits, kPair>(word), zero_pairs[v]));
-      };
-      unpack.template operator()<0>();
-      unpack.template operator()<1>();
-      if constexpr (kPairs == 4) {
-        unpack.template operator()<2>();
-        unpack.template operator()<3>();
-      }
-    }
-  }
-}
-
-constexpr int64_t kBlockPairs = QuantizedInputs::kBlock / 2;
-
-struct IntegerTile {
-  const IntegerRows& x;
-  const int32_t* pairs;  // of the tile's first row, in this block
-  const uint32_t* w;     // [panels][kBlockPairs, 16]
-  const float* scales;   // [panels][16]
-  int64_t steps, row, block;
-  float* sums;
-
-  template <int kRows, int kPanels>
-  __attribute__((noinline)) void run() const {
-    constexpr int kVectors = kPanels * kPanelInts;
-    VecI acc[kRows][kVectors];
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) acc[r][v] = set1_i(0);
-    }
-    for (int64_t k = 0; k < steps; ++k) {
-      VecI unit[kVectors];
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) {
-        unit[v] = load_i(w + v / kPanelInts * kBlockPairs * kPanel + k * kPanel + v % kPanelInts * kLanes);
-      }
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        const VecI input = set1_i(pairs[r * x.stride + k]);
-#pragma GCC unroll 16
-        for (int v = 0; v < kVectors; ++v) acc[r][v] = dot_halves(acc[r][v], input, unit[v]);
-      }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      const VecF factor = set1(x.scales[(row + r) * x.blocks + block]);
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) {
-        float* to = sums + r * kGroup * kPanel + v * kLanes;
-        const VecF product = to_float(acc[r][v]) * factor, scale = load(scales + v * kLanes);
-        store(to, block == 0 ? product * scale : fma(product, scale, load(to)));
-      }
-    }
-  }
-};
 
 // sums[rows][kGroup * 16] = integer rows by panels.
 inline void multiply_integers(const QuantizedWeight& weight, const IntegerRows& x, int64_t rows, int64_t panel,
                               int64_t panels, float* sums) {
-  if (rows <= kFewQuantizedRows) {
-    return weight.bits == 4 ? multiply_few_rows<kFewQuantizedRows, 4>(rows, weight, x, panel, panels, sums)
-                            : multiply_few_rows<kFewQuantizedRows, 8>(rows, weight, x, panel, panels, sums);
-  }
-  alignas(64) uint32_t unpacked[kGroup * kBlockPairs * kPanel];
-  alignas(64) float scales[kGroup * kPanel];
-  const int64_t word_inputs = 32 / weight.bits;
-  weight.for_blocks([&](int64_t group, int64_t block, int64_t begin, int64_t end) {
-    const int64_t first = begin / word_inputs, words = (end + word_inputs - 1) / word_inputs - first;
-    for (int64_t p = 0; p < panels; ++p) {
-      VecI zeros[kPanelInts];
-      for (int v = 0; v < kPanelInts; ++v) {
-        zeros[v] = weight.load_zeros(panel + p, group, v * kLanes);
-        store(scales + p * kPanel + v * kLanes, weight.load_scales(panel + p, group, v * kLanes));
-      }
-      const uint32_t* w = weight.panel_codes(panel + p) + first * kPanel;
-      uint32_t* to = unpacked + p * kBlockPairs * kPanel;
-      weight.bits == 4 ? unpack_pairs<4>(w, words, zeros, to) : unpack_pairs<8>(w, words, zeros, to);
+  const int64_t tiles = (rows + kUnpackRows - 1) / kUnpackRows;
+  for (int64_t p = 0; p < panels; ++p) {
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t first = rows * tile / tiles, count = rows * (tile + 1) / tiles - first;
+      const IntegerRows own{x.pairs + first * x.stride, x.stride, x.scales + first * x.blocks,
+                            x.totals + first * x.blocks, x.blocks};
+      float* to = sums + (first * kGroup + p) * kPanel;
+      weight.bits == 4 ? multiply_codes<kUnpackRows, 4>(count, weight, own, panel + p, to)
+                       : multiply_codes<kUnpackRows, 8>(count, weight, own, panel + p, to);
     }
-    const int64_t steps = words * (16 / weight.bits);
-    for_tiles(rows, panels, [&](int64_t row, int64_t p) {
-      return IntegerTile{x,
-                         x.pairs + row * x.stride + begin / 2,
-                         unpacked + p * kBlockPairs * kPanel,
-                         scales + p * kPanel,
-                         steps,
-                         row,
-                         block,
-                         sums + (row * kGroup + p) * kPanel};
-    });
-  });
+  }
 }
 
 // The floats of codes with zeros and scales, kLanes of them.
 template <Code kCode>
 inline VecF float_of(VecI code, VecF zero, VecF scale) {
   if constexpr (kCode != Code::kFloat8E4m3) return (to_float(code) - zero) * scale;
-  // exponent and mantissa shifted to those of a float, whose bias is larger by 120; the largest is NaN
-  const VecF magnitude = as_float(shift_left<20>(and_i(code, set1_i(0x7f)))) * set1(0x1p120f);
+  // exponent and mantissa moved to those of a float, whose bias is larger by 120; the smallest have no leading
+  // one, and the largest is NaN
+  const VecI bits = shift_left<20>(and_i(code, set1_i(0x7f)));
+  const VecF normal = as_float(add_i(bits, set1_i(120 << 23)));
+  const VecF small = as_float(add_i(bits, set1_i(121 << 23))) - set1(0x1p-6f);
+  VecF magnitude = select(gt(set1(0x1p-6f), normal), small, normal);
+  magnitude = select(gt(magnitude, set1(479.0f)), set1(__builtin_nanf("")), magnitude);
   const VecF sign = as_float(or_i(shift_left<24>(and_i(code, set1_i(0x80))), set1_i(0x3f800000)));
-  return select(gt(magnitude, set1(479.0f)), set1(__builtin_nanf("")), magnitude) * sign * scale;
+  return magnitude * sign * scale;
 }
 
 // Unpacks inputs [begin, end) of one panel to floats [inputs, 16]; begin is the first of a word.
@@ -421,6 +313,91 @@ inline void multiply_floats(const QuantizedWeight& weight, const float* x, int64
   }
 }
 
+#ifdef __AVX512BF16__
+
+// The bfloat16 numbers, which are exact, of the 128 codes without a sign.
+struct Float8Table {
+  alignas(64) uint16_t bits[128];
+  constexpr Float8Table() : bits{} {
+    for (int code = 1; code < 128; ++code) {
+      const int exponent = code >> 3, mantissa = code & 7;
+      const int lead = mantissa < 2 ? 0 : mantissa < 4 ? 1 : 2;  // of numbers without a leading one
+      const int normal = (exponent + 120) << 7 | mantissa << 4;
+      const int small = (lead + 118) << 7 | (mantissa << (7 - lead) & 0x7f);
+      bits[code] = static_cast<uint16_t>(code == 127 ? 0x7fc0 : exponent > 0 ? normal : small);
+    }
+  }
+};
+constexpr Float8Table kFloat8Table;
+constexpr int kFloat8Rows = 8;
+
+// sums[kRows][16 of kGroup * 16] = rows of bfloat16 pairs by one panel of float8_e4m3.
+template <int kRows>
+__attribute__((noinline)) void multiply_float8_tile(const QuantizedWeight& weight, const int32_t* x,
+                                                    int64_t x_stride, int64_t panel, float* sums) {
+  const uint32_t* codes = weight.panel_codes(panel);
+  VecI tables[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) tables[i] = load_i(kFloat8Table.bits + 32 * i);
+  const auto widen = [&](VecI pair) __attribute__((always_inline)) {
+    const __m512i code = (__m512i)and_i(pair, set1_i(0x007f007f));
+    const __m512i low = _mm512_permutex2var_epi16((__m512i)tables[0], code, (__m512i)tables[1]);
+    const __m512i high = _mm512_permutex2var_epi16((__m512i)tables[2], code, (__m512i)tables[3]);
+    const __mmask32 is_high = _mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40));
+    const VecI sign = shift_left<8>(and_i(pair, set1_i(0x00800080)));
+    return reinterpret_cast<__m512bh>((__m512i)or_i((VecI)_mm512_mask_blend_epi16(is_high, low, high), sign));
+  };
+  weight.for_blocks([&](int64_t group, int64_t block, int64_t begin, int64_t end) {
+    // two sums of each row, which do not wait for each other
+    VecF acc[kRows][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) acc[r][0] = acc[r][1] = set1(0.0f);
+    for (int64_t u = begin / 4; u < (end + 3) / 4; ++u) {
+      const VecI word = load_i(codes + u * kPanel);
+      __builtin_prefetch(reinterpret_cast<const char*>(codes + u * kPanel) + kAhead);
+      const __m512bh first = widen(pair_of<8, 0>(word)), second = widen(pair_of<8, 1>(word));
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const int32_t* pairs = x + r * x_stride + 2 * u;
+        acc[r][0] = _mm512_dpbf16_ps(acc[r][0], reinterpret_cast<__m512bh>((__m512i)set1_i(pairs[0])), first);
+        acc[r][1] = _mm512_dpbf16_ps(acc[r][1], reinterpret_cast<__m512bh>((__m512i)set1_i(pairs[1])), second);
+      }
+    }
+    const VecF scale = weight.load_scales(panel, group, 0);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      float* to = sums + r * kGroup * kPanel;
+      const VecF sum = acc[r][0] + acc[r][1];
+      store(to, block == 0 ? sum * scale : fma(sum, scale, load(to)));
+    }
+  });
+}
+
+// Chooses the code for `rows` <= kRows rows.
+template <int kRows>
+inline void multiply_float8_rows(int64_t rows, const QuantizedWeight& weight, const int32_t* x,
+                                 int64_t x_stride, int64_t panel, float* sums) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return multiply_float8_rows<kRows - 1>(rows, weight, x, x_stride, panel, sums);
+  }
+  multiply_float8_tile<kRows>(weight, x, x_stride, panel, sums);
+}
+
+// sums[rows][kGroup * 16] = rows of bfloat16 by panels of float8_e4m3; the stride is that of pairs.
+inline void multiply_float8(const QuantizedWeight& weight, const int32_t* x, int64_t x_stride, int64_t rows,
+                            int64_t panel, int64_t panels, float* sums) {
+  const int64_t tiles = (rows + kFloat8Rows - 1) / kFloat8Rows;
+  for (int64_t p = 0; p < panels; ++p) {
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t first = rows * tile / tiles, count = rows * (tile + 1) / tiles - first;
+      multiply_float8_rows<kFloat8Rows>(count, weight, x + first * x_stride, x_stride, panel + p,
+                                        sums + (first * kGroup + p) * kPanel);
+    }
+  }
+}
+
+#endif
+
 // 8-bit inputs as the products read them. The bytes of a word are inputs 0, 2, 1 and 3.
 struct Int8Pairs {
   using Input = int16_t;
@@ -461,84 +438,101 @@ struct Int8DotOf<true> {
 };
 using Int8Dot = Int8DotOf<kHasByteDots>::type;
 
-struct Int8Tile {
-  const Int8LinearArgs& a;
-  const int32_t* x;
-  int64_t x_stride;
-  const int32_t* totals;
-  int64_t row, panel, words;
-  float* sums;
-
-  template <int kRows, int kPanels>
-  __attribute__((noinline)) void run() const {
-    constexpr int kVectors = kPanels * kPanelInts;
-    VecI acc[kRows][kVectors];
+// sums[kRows][16 of kGroup * 16] = rows from `row` on by one panel; x and totals are those of `row`.
+template <int kRows>
+__attribute__((noinline)) void multiply_int8_tile(const Int8LinearArgs& a, const int32_t* x, int64_t x_stride,
+                                                  const int32_t* totals, int64_t row, int64_t panel,
+                                                  float* sums) {
+  // sums of a row that do not wait for each other
+  constexpr int kChains = kPanelInts > 1 || kRows >= 4 ? 1 : kRows == 1 ? 4 : 2;
+  VecI acc[kRows][kPanelInts][kChains];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kPanelInts; ++v) {
+#pragma GCC unroll 4
+      for (int c = 0; c < kChains; ++c) acc[r][v][c] = set1_i(0);
+    }
+  }
+  const int64_t words = (a.in_features + 3) / 4;
+  const uint32_t* w = a.codes + panel * words * kPanel;
+  const auto add = [&]<int kChain>(int64_t u) __attribute__((always_inline)) {
+    __builtin_prefetch(reinterpret_cast<const char*>(w + u * kPanel) + kAhead);
+    VecI word[kPanelInts];
+#pragma GCC unroll 4
+    for (int v = 0; v < kPanelInts; ++v) word[v] = load_i(w + u * kPanel + v * kLanes);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) acc[r][v] = set1_i(0);
-    }
-    const uint32_t* w = a.codes + panel * words * kPanel;
-    for (int64_t u = 0; u < words; ++u) {
-      VecI word[kVectors];
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) {
-        const uint32_t* from = w + v / kPanelInts * words * kPanel + u * kPanel + v % kPanelInts * kLanes;
-        word[v] = load_i(from);
-        if (v % kPanelInts == 0) __builtin_prefetch(reinterpret_cast<const char*>(from) + kAhead);
-      }
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        const int32_t* units = x + r * x_stride + u * Int8Dot::kUnits;
-        if constexpr (kHasByteDots) {
-          const VecI input = set1_i(*units);
-#pragma GCC unroll 16
-          for (int v = 0; v < kVectors; ++v) acc[r][v] = dot_bytes(acc[r][v], word[v], input);
-        } else {
-          const VecI even = set1_i(units[0]), odd = set1_i(units[1]);
-#pragma GCC unroll 16
-          for (int v = 0; v < kVectors; ++v) {
-            acc[r][v] = dot_halves(acc[r][v], even, pair_of<8, 0>(word[v]));
-            acc[r][v] = dot_halves(acc[r][v], odd, pair_of<8, 1>(word[v]));
-          }
+      const int32_t* units = x + r * x_stride + u * Int8Dot::kUnits;
+      if constexpr (kHasByteDots) {
+        const VecI input = set1_i(*units);
+#pragma GCC unroll 4
+        for (int v = 0; v < kPanelInts; ++v) acc[r][v][kChain] = dot_bytes(acc[r][v][kChain], word[v], input);
+      } else {
+        const VecI even = set1_i(units[0]), odd = set1_i(units[1]);
+#pragma GCC unroll 4
+        for (int v = 0; v < kPanelInts; ++v) {
+          const VecI sum = dot_halves(acc[r][v][kChain], even, pair_of<8, 0>(word[v]));
+          acc[r][v][kChain] = dot_halves(sum, odd, pair_of<8, 1>(word[v]));
         }
       }
     }
-    alignas(64) int32_t weight_sums[kPanels * kPanel] = {};
-    const int64_t first = panel * kPanel;
-    if (a.q_offsets != nullptr) {
-      __builtin_memcpy(weight_sums, a.sums + first,
-                       std::min<int64_t>(kPanels * kPanel, a.out_features - first) * sizeof(int32_t));
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      const VecI middle = set1_i(128 * totals[r]);  // as codes are the weights + 128
-      const VecI offset = set1_i(a.q_offsets == nullptr ? 0 : a.q_offsets[row + r]);
-      const VecF factor = set1(a.q_scales[row + r]);
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) {
-        const VecI shift = mul_i(offset, load_i(weight_sums + v * kLanes));
-        const VecI total = sub_i(sub_i(acc[r][v], middle), shift);
-        store(sums + r * kGroup * kPanel + v * kLanes,
-              to_float(total) * (factor * load(a.scales + first + v * kLanes)));
-      }
+  };
+  int64_t u = 0;
+  for (; u + kChains <= words; u += kChains) {
+    add.template operator()<0>(u);
+    if constexpr (kChains > 1) add.template operator()<1>(u + 1);
+    if constexpr (kChains > 2) {
+      add.template operator()<2>(u + 2);
+      add.template operator()<3>(u + 3);
     }
   }
-};
+  for (; u < words; ++u) add.template operator()<0>(u);
+  alignas(64) int32_t weight_sums[kPanel] = {};
+  const int64_t first = panel * kPanel;
+  if (a.q_offsets != nullptr) {
+    __builtin_memcpy(weight_sums, a.sums + first,
+                     std::min<int64_t>(kPanel, a.out_features - first) * sizeof(int32_t));
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    const VecI middle = set1_i(128 * totals[r]);  // as codes are the weights + 128
+    const VecI offset = set1_i(a.q_offsets == nullptr ? 0 : a.q_offsets[row + r]);
+    const VecF factor = set1(a.q_scales[row + r]);
+#pragma GCC unroll 4
+    for (int v = 0; v < kPanelInts; ++v) {
+      VecI sum = acc[r][v][0];
+#pragma GCC unroll 4
+      for (int c = 1; c < kChains; ++c) sum = add_i(sum, acc[r][v][c]);
+      const VecI shift = mul_i(offset, load_i(weight_sums + v * kLanes));
+      const VecI total = sub_i(sub_i(sum, middle), shift);
+      store(sums + r * kGroup * kPanel + v * kLanes,
+            to_float(total) * (factor * load(a.scales + first + v * kLanes)));
+    }
+  }
+}
+
+// Chooses the code for `rows` <= kRows rows.
+template <int kRows>
+inline void multiply_int8_rows(int64_t rows, const Int8LinearArgs& a, const int32_t* x, int64_t x_stride,
+                               const int32_t* totals, int64_t row, int64_t panel, float* sums) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return multiply_int8_rows<kRows - 1>(rows, a, x, x_stride, totals, row, panel, sums);
+  }
+  multiply_int8_tile<kRows>(a, x, x_stride, totals, row, panel, sums);
+}
 
 // sums[rows][kGroup * 16] = rows from `row` on by panels.
 inline void multiply_int8(const Int8LinearArgs& a, const int32_t* x, int64_t x_stride, const int32_t* totals,
                           int64_t row, int64_t rows, int64_t panel, int64_t panels, float* sums) {
-  for_tiles(rows, panels, [&](int64_t first, int64_t p) {
-    return Int8Tile{a,
-                    x + first * x_stride,
-                    x_stride,
-                    totals + first,
-                    row + first,
-                    panel + p,
-                    (a.in_features + 3) / 4,
-                    sums + (first * kGroup + p) * kPanel};
-  });
+  const int64_t tiles = (rows + kInt8Rows - 1) / kInt8Rows;
+  for (int64_t p = 0; p < panels; ++p) {
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t first = rows * tile / tiles, count = rows * (tile + 1) / tiles - first;
+      multiply_int8_rows<kInt8Rows>(count, a, x + first * x_stride, x_stride, totals + first, row + first,
+                                    panel + p, sums + (first * kGroup + p) * kPanel);
+    }
+  }
 }
 
 }  // namespace
