@@ -244,25 +244,42 @@ def _latent_attention(dtype: torch.dtype) -> Iterator[Case]:
         "32 decodes at 512": [(1, 512)] * 32,
         "32 after a prefix of 992": [(32, 1024)],
     }
+    width = LATENT + ROTARY
     for label, rows in batches.items():
+        query_len, length = rows[0]
+        mask = None if query_len == 1 else torch.ones(query_len, length, dtype=torch.bool).tril(length - query_len)
         for heads in (MLA_HEADS, 128):
-            shape = {"num_heads": heads, "latent_width": LATENT, "rotary_width": ROTARY, "block_size": 32}
-            problem = make_latent_problem(dtype, rows, **shape)
-            yield f"{label}, {heads} heads", (*problem, (NOPE + ROTARY) ** -0.5, LATENT), None
+            problem = make_latent_problem(
+                dtype, rows, num_heads=heads, latent_width=LATENT, rotary_width=ROTARY, block_size=32
+            )
+            query = torch.randn(len(rows), heads, query_len, width).to(dtype)
+            key = torch.randn(len(rows), 1, length, width).to(dtype)
+            sdpa = torch.nn.functional.scaled_dot_product_attention
+            plain = functools.partial(sdpa, query, key, key[..., :LATENT], mask, enable_gqa=True)
+            yield f"{label}, {heads} heads", (*problem, (NOPE + ROTARY) ** -0.5, LATENT), plain
 
 
 def _expanded_attention(dtype: torch.dtype) -> Iterator[Case]:
-    keys, values = (
-        pack_heads((torch.randn(MLA_HEADS, width, LATENT) / LATENT**0.5).to(dtype)) for width in (NOPE, VALUE)
-    )
+    """Compared with `linear` and attention to its results."""
+    weight = (torch.randn(MLA_HEADS, NOPE + VALUE, LATENT) / LATENT**0.5).to(dtype)
+    packed = pack_heads(weight[:, :NOPE]), pack_heads(weight[:, NOPE:])
+
+    def expand(query: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        both = torch.nn.functional.linear(rows[:, :LATENT], weight.flatten(0, 1)).view(len(rows), MLA_HEADS, -1)
+        rotary = rows[:, None, LATENT:].expand(-1, MLA_HEADS, -1)
+        keys, values = torch.cat([both[..., :NOPE], rotary], dim=-1), both[..., NOPE:]
+        heads = [x.transpose(0, 1).unsqueeze(0) for x in (query, keys, values)]
+        return torch.nn.functional.scaled_dot_product_attention(*heads, mask)
+
     for query_len, length in ((128, 128), (1024, 1024), (256, 2048)):
         query, cache, *step = make_latent_problem(
             dtype, [(query_len, length)], num_heads=MLA_HEADS, latent_width=LATENT, rotary_width=ROTARY,
             block_size=32, query_width=NOPE + ROTARY,
         )  # fmt: skip
+        mask = torch.ones(query_len, length, dtype=torch.bool).tril(length - query_len)
+        plain = functools.partial(expand, query, torch.randn(length, LATENT + ROTARY).to(dtype), mask)
         out = torch.empty(query_len, MLA_HEADS, VALUE, dtype=dtype)
-        arguments = (query, cache, keys, values, *step, (NOPE + ROTARY) ** -0.5, out)
-        yield f"{query_len} tokens of {length}", arguments, None
+        yield f"{query_len} tokens of {length}", (query, cache, *packed, *step, (NOPE + ROTARY) ** -0.5, out), plain
 
 
 CASES: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {
