@@ -35,7 +35,7 @@ def float_model() -> pathlib.Path:
         vocab_size=VOCAB_SIZE,
         hidden_size=HIDDEN,
         intermediate_size=INTERMEDIATE,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
         max_position_embeddings=512,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,8 @@ from ascend_vllm.config.model import LoadConfig
 from ascend_vllm.config.quantization import QuantizationConfig
 from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.layers.context import BuildContext
+from ascend_vllm.layers.linear import RowParallelLinear
+from ascend_vllm.layers.quantization.awq import AwqScheme
 from ascend_vllm.layers.quantization.weight_only import arrange_groups
 from ascend_vllm.models.loader import load_model
 from tests import quantized_checkpoints as formats
@@ -46,8 +49,8 @@ WEIGHT_ONLY: dict[str, tuple[formats.Writer, dict[str, Any], dict[str, Any]]] = 
     "awq per channel": (formats.awq(-1), AWQ | {"group_size": -1}, {}),
     "awq in part": (
         formats.awq(32),
-        AWQ | {"group_size": 32, "modules_to_not_convert": ["layers.1.mlp"]},
-        {"only": lambda name: "layers.1.mlp" not in name},
+        AWQ | {"group_size": 32, "modules_to_not_convert": ["layers.0.mlp"]},
+        {"only": lambda name: "layers.0.mlp" not in name},
     ),
     "gptq": (formats.gptq(4, 32, symmetric=True, order="plain"), GPTQ | {"bits": 4, "group_size": 32}, {}),
     "gptq with a head": (
@@ -79,9 +82,9 @@ WEIGHT_ONLY: dict[str, tuple[formats.Writer, dict[str, Any], dict[str, Any]]] = 
         | {
             "bits": 4,
             "group_size": 32,
-            "dynamic": {r"-:.*layers\.1\.self_attn.*": {}, r"+:.*\.mlp\..*": {"bits": 8}},
+            "dynamic": {r"-:.*layers\.0\.self_attn.*": {}, r"+:.*\.mlp\..*": {"bits": 8}},
         },
-        {"only": lambda name: "layers.1.self_attn" not in name},
+        {"only": lambda name: "layers.0.self_attn" not in name},
     ),
     "gptq with biases of zeros": (
         formats.gptq(4, 32, symmetric=True),
@@ -101,8 +104,8 @@ WEIGHT_ONLY: dict[str, tuple[formats.Writer, dict[str, Any], dict[str, Any]]] = 
     ),
     "W8A16 in part": (
         formats.packed(8, -1, symmetric=True),
-        _packed(8, -1) | {"ignore": ["lm_head", r"re:.*\.1\.mlp.*"]},
-        {"only": lambda name: "layers.1.mlp" not in name},
+        _packed(8, -1) | {"ignore": ["lm_head", r"re:.*\.0\.mlp.*"]},
+        {"only": lambda name: "layers.0.mlp" not in name},
     ),
     "W8A16 unpacked": (
         formats.int8(zero_points=True),
@@ -112,7 +115,7 @@ WEIGHT_ONLY: dict[str, tuple[formats.Writer, dict[str, Any], dict[str, Any]]] = 
     "FP8 per tensor": (
         formats.fp8("tensor"),
         formats.compressed_tensors("float-quantized", _FP8 | {"strategy": "tensor"}, _FP8 | {"strategy": "tensor"}),
-        {"more": {f"model.layers.{i}.mlp.down_proj.input_scale": torch.ones(1) for i in (0, 1)}},
+        {"more": {"model.layers.0.mlp.down_proj.input_scale": torch.ones(1)}},
     ),
     "FP8 dynamic": (
         formats.fp8("channel"),
@@ -135,7 +138,7 @@ WEIGHT_ONLY: dict[str, tuple[formats.Writer, dict[str, Any], dict[str, Any]]] = 
     "fp8 blocks": (
         formats.fp8("block", "weight_scale_inv"),
         {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [64, 64]},
-        {"only": lambda name: "layers.1.mlp" not in name},
+        {"only": lambda name: "layers.0.mlp" not in name},
     ),
     "W8A16 asymmetric": (formats.packed(8, 32, symmetric=False), _packed(8, 32, symmetric=False), {}),
 }
@@ -415,17 +418,23 @@ def test_scales_of_matrices_with_the_same_inputs_are_joined(tmp_path: pathlib.Pa
     assert q.tolist() == [[-128, 127, offsets.item()]]
 
 
-def _dtype_texts(directory: str, **options: Any) -> list[tuple[int, ...]]:
+def tokens(directory: str, **options: Any) -> list[tuple[int, ...]]:
     llm = LLM(directory, max_model_len=96, kv_cache_memory_bytes="8M", block_size=16, **options)
     sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": PROMPT[:n]} for n in (5, 9, 24)], sampling, use_tqdm=False)
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_tokens_of_an_engine(tmp_path: pathlib.Path) -> None:
-    """Decoding is replayed from tapes; act-order gathers inputs."""
+def test_tokens_of_an_engine(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Decoding is replayed from tapes."""
     quantized, meant = made("gptq act-order", tmp_path)
-    assert _dtype_texts(quantized, dtype="float32") == _dtype_texts(meant, dtype="float32")
+    with caplog.at_level(logging.INFO):
+        assert tokens(quantized, dtype="float32") == tokens(meant, dtype="float32")
+        # inputs are rounded in the norms
+        writer, declared, _ = ROUNDING_INPUTS["W8A8 static asymmetric"]
+        quantized, _ = formats.write(tmp_path / "W8A8", writer, declared)
+        assert tokens(quantized, dtype="bfloat16") == tokens(quantized, dtype="bfloat16", enforce_eager=True)
+    assert "not replayed" not in caplog.text
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -445,6 +454,27 @@ def test_every_dtype(dtype: str, tmp_path: pathlib.Path) -> None:
         (AWQ | {"group_size": 64, "backend": "llm-awq"}, "layout 'llm-awq' are not supported"),
         (AWQ | {"group_size": 64, "zero_point": False}, "without zero points"),
         (AWQ | {"group_size": 24}, "groups of 24 inputs are not supported; they must have a multiple of 16"),
+        (AWQ | {"group_size": 0}, "group_size must be positive or -1, got 0"),
+        (AWQ | {"group_size": 64, "modules_to_not_convert": 3}, "its quantization_config is malformed"),
+        (GPTQ | {"bits": 4, "group_size": 64, "dynamic": [1]}, "its quantization_config is malformed"),
+        (GPTQ | {"bits": 4, "group_size": 64, "dynamic": {"(": {}}}, "its quantization_config is malformed"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "its quantization_config is malformed"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 weights in 'e5m2' are not supported"),
+        (formats.compressed_tensors("int-quantized", _INT8, ignore=["re:("]), "its quantization_config is malformed"),
+        (
+            formats.compressed_tensors("int-quantized", _INT8 | {"group_size": "x"}),
+            "quantization_config is malformed",
+        ),
+        (formats.compressed_tensors("x", {}, config_groups={"group_0": {}}), "its quantization_config is malformed"),
+        ({"quant_method": "compressed-tensors"}, "Cannot find the config file for compressed-tensors"),
+        (
+            formats.compressed_tensors("nvfp4-pack-quantized", {"num_bits": 4, "type": "float"}),
+            "nvfp4-pack-quantized with 4-bit float weights and unquantized inputs is not supported",
+        ),
+        (
+            formats.compressed_tensors("pack-quantized", {"num_bits": 4, "type": "int"}, {"num_bits": 8}),
+            "pack-quantized with 4-bit int weights and 8-bit int inputs is not supported",
+        ),
         (
             GPTQ | {"bits": 5, "group_size": 64},
             "only 2/3/4/8-bit weight quantization is supported for GPTQ, but got 5",
@@ -467,6 +497,13 @@ def test_flags_need_a_checkpoint_of_the_format() -> None:
     for method in ("awq", "gptq", "smoothquant", "ascend"):
         with pytest.raises(ModelLoadError, match=f"Cannot find the config file for {method}"):
             LLM(str(formats.float_model()), quantization=method, max_model_len=64, kv_cache_memory_bytes="8M")
+
+
+def test_devices_without_products_of_quantized_weights() -> None:
+    scheme = AwqScheme(QuantizationConfig("awq", AWQ | {"group_size": 64}))
+    context = BuildContext(torch.float32, torch.device("meta"), quant=scheme)
+    with pytest.raises(ModelLoadError, match="quantized weights run on CPUs only in this version"):
+        RowParallelLinear(context, "o_proj", 64, 64)
 
 
 def test_layers_quantized_in_part(tmp_path: pathlib.Path) -> None:

@@ -14,7 +14,7 @@ from ascend_vllm.config.quantization import QuantizationConfig
 from ascend_vllm.distributed.parallel_context import Shard
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.quantization.base import LayerKind, LinearLayer, LinearOutput, QuantMethod, QuantScheme
-from ascend_vllm.layers.quantization.parameters import first_of, required_of
+from ascend_vllm.layers.quantization.parameters import check_group_size, first_of, required_of
 from ascend_vllm.layers.quantization.tensor_parts import (
     TensorPart,
     is_quantized,
@@ -40,7 +40,7 @@ class AwqScheme(QuantScheme):
             raise ModelLoadError(
                 f"Currently, only 4-bit weight quantization is supported for AWQ, but got {bits} bits."
             )
-        self._group_size = int(required_of(config, "q_group_size", "group_size"))
+        self._group_size = check_group_size(required_of(config, "q_group_size", "group_size"))
         self._excluded: tuple[str, ...] = tuple(parameters.get("modules_to_not_convert") or ())
         version = str(parameters.get("version", "gemm")).lower()
         if version != "gemm" or parameters.get("backend") == "llm-awq":

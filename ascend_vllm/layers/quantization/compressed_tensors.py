@@ -23,7 +23,6 @@ from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.quantization.base import LayerKind, LinearLayer, LinearOutput, QuantMethod, QuantScheme
 from ascend_vllm.layers.quantization.fp8 import Fp8Format
 from ascend_vllm.layers.quantization.int8 import Int8Format, Int8Linear, Int8Matrix, StaticScale, byte_parts
-from ascend_vllm.layers.quantization.parameters import first_of
 from ascend_vllm.layers.quantization.tensor_parts import (
     TensorPart,
     is_quantized,
@@ -56,9 +55,8 @@ class CompressedTensorsScheme(QuantScheme):
         groups = parameters.get("config_groups")
         if not isinstance(groups, dict) or not groups:
             raise ModelLoadError("Cannot find the config file for compressed-tensors: it has no config_groups")
-        self._groups: list[dict[str, Any]] = [dict(group) for group in groups.values()]
-        self._ignored: list[str] = list(parameters.get("ignore") or ())
-        self._format = parameters.get("format")
+        self._groups = [_Group(group, parameters.get("format")) for group in groups.values()]
+        self._ignored = [_pattern(entry) for entry in parameters.get("ignore") or ()]
 
     def method_for(self, layer: LinearLayer) -> QuantMethod:
         if layer.kind not in (LayerKind.LINEAR, LayerKind.LM_HEAD):
@@ -71,35 +69,62 @@ class CompressedTensorsScheme(QuantScheme):
             return UnquantizedScheme().method_for(layer)
         # a family of models may have other names than its checkpoints
         found = [group or self._groups[0] for group in groups]
-        if not same(found):
+        if not same([(group.stored, group.weights, group.inputs) for group in found]):
             raise ModelLoadError(f"config_groups has different rules for the matrices of {layer.prefix}")
-        return _method(found[0], found[0].get("format") or self._format)
+        return _method(found[0])
 
-    def _group_of(self, name: str) -> dict[str, Any] | None:
+    def _group_of(self, name: str) -> _Group | None:
         """The group that a matrix belongs to; None: it is not quantized."""
-        if any(_matches(entry, name) for entry in self._ignored):
+        if any(pattern.match(name) for pattern in self._ignored):
             return None
-        named = [group for group in self._groups if any(_matches(target, name) for target in group["targets"])]
-        of_class = [group for group in self._groups if "Linear" in group["targets"]]
+        named = [group for group in self._groups if any(target.match(name) for target in group.targets)]
+        of_class = [group for group in self._groups if group.has_all]
         return next(iter(named or of_class), None)
 
 
-def _matches(entry: str, name: str) -> bool:
-    """Whether an entry of `ignore` or `targets` is about a matrix: its name, or an expression for its beginning."""
-    return bool(re.match(entry.removeprefix(_REGEX), name)) if entry.startswith(_REGEX) else entry == name
+def _pattern(entry: str) -> re.Pattern[str]:
+    """An entry of `ignore` or `targets`: a name, or an expression for its beginning."""
+    is_regex = entry.startswith(_REGEX)
+    return re.compile(entry.removeprefix(_REGEX) if is_regex else rf"{re.escape(entry)}\Z")
 
 
-def _method(group: Mapping[str, Any], stored: str | None) -> QuantMethod:
-    """The method for a group.
+class _Group:
+    """One of `config_groups`.
 
     Args:
         group: of config.json.
-        stored: how it is stored.
+        stored: how all groups are stored that do not say it themselves.
+
+    Attributes:
+        targets: the names of its matrices.
+        has_all: it has all matrices that no other group names.
+        stored: name of the format.
+        weights: what is said of weights, with whole numbers for `group_size` and `block_structure`.
+        inputs: what is said of inputs; None: they are not rounded.
+    """
+
+    def __init__(self, group: Mapping[str, Any], stored: str | None) -> None:
+        targets: list[str] = list(group["targets"])
+        self.targets = [_pattern(target) for target in targets]
+        self.has_all = "Linear" in targets
+        self.stored = group.get("format") or stored
+        self.weights: dict[str, Any] = dict(group.get("weights") or {})
+        size, block = self.weights.get("group_size"), self.weights.get("block_structure")
+        self.weights["group_size"] = -1 if size is None else int(size)
+        if block is not None:
+            rows, columns = block.split("x") if isinstance(block, str) else block
+            self.weights["block_structure"] = int(rows), int(columns)
+        inputs = group.get("input_activations")
+        self.inputs: dict[str, Any] | None = None if inputs is None else dict(inputs)
+
+
+def _method(group: _Group) -> QuantMethod:
+    """The method for a group.
 
     Raises:
         ModelLoadError: there is none.
     """
-    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    weights, inputs, stored = group.weights, group.inputs, group.stored
     kind, bits = weights.get("type", "int"), weights.get("num_bits")
     if kind == "int" and bits in (4, 8) and stored == "pack-quantized" and inputs is None:
         return WeightOnlyLinear(_PackedFormat(weights))
@@ -126,11 +151,9 @@ def _are_bytes(inputs: Mapping[str, Any], kind: str) -> bool:
 
 def _fp8_block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
     """Outputs and inputs that share a scale; None: all of a matrix or of an output."""
-    structure = weights.get("block_structure")
-    if weights.get("strategy") == "block" and structure:
-        sizes = structure.split("x") if isinstance(structure, str) else structure
-        return int(sizes[0]), int(sizes[1])
-    return (1, int(weights["group_size"])) if weights.get("strategy") == "group" else None
+    if weights.get("strategy") == "block":
+        return weights.get("block_structure") or (128, 128)
+    return (1, weights["group_size"]) if weights.get("strategy") == "group" else None
 
 
 def _described(inputs: Mapping[str, Any] | None) -> str:
@@ -139,9 +162,8 @@ def _described(inputs: Mapping[str, Any] | None) -> str:
 
 def _group_size(weights: Mapping[str, Any], in_features: int) -> int:
     """Inputs with the same scale."""
-    size = first_of(weights, "group_size", default=-1)
-    strategy = weights.get("strategy") or ("group" if size > 0 else "channel")
-    return size if strategy == "group" and size > 0 else in_features
+    size: int = weights["group_size"]
+    return size if weights.get("strategy", "group") == "group" and size > 0 else in_features
 
 
 class _PackedFormat(MatrixFormat):

@@ -35,7 +35,8 @@ class Fp8Scheme(QuantScheme):
         if parameters.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
             raise ModelLoadError(f"fp8 weights in {parameters['fmt']!r} are not supported; supported is e4m3")
         block = parameters.get("weight_block_size")
-        self._block = None if block is None else (int(block[0]), int(block[1]))
+        rows, columns = (0, 0) if block is None else block
+        self._block = None if block is None else (int(rows), int(columns))
         self._excluded: list[str] = list(first_of(parameters, "ignored_layers", "modules_to_not_convert", default=()))
 
     def method_for(self, layer: LinearLayer) -> QuantMethod:

@@ -17,7 +17,7 @@ from ascend_vllm.config.quantization import QuantizationConfig
 from ascend_vllm.distributed.parallel_context import Shard
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.quantization.base import LayerKind, LinearLayer, LinearOutput, QuantMethod, QuantScheme
-from ascend_vllm.layers.quantization.parameters import required_of
+from ascend_vllm.layers.quantization.parameters import check_group_size, required_of
 from ascend_vllm.layers.quantization.tensor_parts import (
     TensorPart,
     is_quantized,
@@ -41,10 +41,14 @@ class GptqScheme(QuantScheme):
             "group_size": required_of(config, "group_size"),
         }
         _check(self._parameters)
-        dynamic = config.parameters.get("dynamic") or {}
-        if not isinstance(dynamic, dict):
-            raise ModelLoadError(f"GPTQ's `dynamic` must be an object, got {dynamic!r}")
-        self._dynamic: dict[str, Any] = dynamic
+        # what fits a name, and what it says; None: the matrix is not quantized
+        self._dynamic = [
+            (
+                re.compile(rule.removeprefix("-:").removeprefix("+:")),
+                None if rule.startswith("-:") else dict(values or {}),
+            )
+            for rule, values in (config.parameters.get("dynamic") or {}).items()
+        ]
 
     def method_for(self, layer: LinearLayer) -> QuantMethod:
         overrides = [self._overrides(output.name) for output in layer.outputs]
@@ -62,13 +66,7 @@ class GptqScheme(QuantScheme):
 
     def _overrides(self, name: str) -> dict[str, Any] | None:
         """What `dynamic` says of a matrix; None: that it is not quantized. The first rule that fits counts."""
-        for rule, values in self._dynamic.items():
-            if rule.startswith("-:"):
-                if re.match(rule.removeprefix("-:"), name):
-                    return None
-            elif re.match(rule.removeprefix("+:"), name):
-                return dict(values or {})
-        return {}
+        return next((values for pattern, values in self._dynamic if pattern.match(name)), {})
 
 
 def _check(parameters: Mapping[str, Any]) -> None:
@@ -78,6 +76,7 @@ def _check(parameters: Mapping[str, Any]) -> None:
         ModelLoadError: they are not supported.
     """
     bits = parameters["bits"]
+    check_group_size(parameters["group_size"])
     if bits not in _BITS:
         raise ModelLoadError(
             f"Currently, only 2/3/4/8-bit weight quantization is supported for GPTQ, but got {bits} bits."

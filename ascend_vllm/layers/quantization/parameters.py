@@ -28,3 +28,14 @@ def required_of(config: QuantizationConfig, *names: str) -> int:
             f"quantization {config.method!r}: {' or '.join(names)} must be a whole number, got {value!r}"
         )
     return value
+
+
+def check_group_size(size: int) -> int:
+    """Returns the size of groups, -1 for one of all inputs.
+
+    Raises:
+        ModelLoadError: it is neither positive nor -1.
+    """
+    if not isinstance(size, int) or (size < 1 and size != -1):
+        raise ModelLoadError(f"a quantization group_size must be positive or -1, got {size!r}")
+    return size

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from ascend_vllm import plugins
 from ascend_vllm.config.quantization import ADVICE, SCHEMES, QuantizationConfig, scheme_target
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.quantization.base import QuantScheme
+from ascend_vllm.model_files import one_line
 
 
 def make_scheme(model: str, config: QuantizationConfig) -> QuantScheme:
@@ -33,7 +36,10 @@ def make_scheme(model: str, config: QuantizationConfig) -> QuantScheme:
         scheme_class = plugins.import_object(target)
     except (ImportError, AttributeError) as error:
         raise ModelLoadError(f"quantization {config.method!r}: cannot import {target}: {error}") from error
-    scheme = scheme_class(config)
+    try:
+        scheme = scheme_class(config)
+    except (AttributeError, KeyError, TypeError, ValueError, re.error) as error:
+        raise ModelLoadError(f"{model}: its quantization_config is malformed: {one_line(error)}") from error
     if not isinstance(scheme, QuantScheme):
         raise ModelLoadError(f"quantization {config.method!r}: {target} is no {QuantScheme.__name__}")
     return scheme
