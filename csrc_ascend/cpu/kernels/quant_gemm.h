@@ -156,6 +156,7 @@ LinearArgs result_of(const Args& a) {
   out.out_features = a.out_features;
   out.is_gated = a.is_gated;
   out.gate = a.gate;
+  out.out_stride = a.is_gated ? a.out_features / 2 : a.out_features;
   return out;
 }
 
