@@ -245,7 +245,7 @@ def test_the_command_line_takes_a_packages_format(capsys: pytest.CaptureFixture[
     [
         ({"quant_method": "hqq"}, "quantization 'hqq' is not supported: serve the unquantised model, or its AWQ"),
         ({"quant_method": "unheard"}, "quantization 'unheard' is not supported; supported are"),
-        ({"bits": 4}, "its quantization_config has no quant_method; name the format with --quantization"),
+        ({"bits": 4}, "quantization_config in config.json has no quant_method; name the format with --quantization"),
         ({"quant_method": "lost"}, "quantization 'lost': cannot import tests.toy_quantization:Lost"),
         ({"quant_method": "number"}, "quantization 'number': builtins:str is no QuantScheme"),
         ({"quant_method": toy.METHOD, "computes": "never"}, "quantization_config says computes 'never'"),

@@ -11,6 +11,10 @@ from ascend_vllm.layers.quantization.base import QuantScheme
 from ascend_vllm.model_files import one_line
 
 
+# where the parameters of a format come from
+_DECLARED = "quantization_config in config.json, or the file beside it"
+
+
 def make_scheme(model: str, config: QuantizationConfig) -> QuantScheme:
     """The scheme of a quantized checkpoint.
 
@@ -23,7 +27,7 @@ def make_scheme(model: str, config: QuantizationConfig) -> QuantScheme:
     """
     if config.method is None:
         raise ModelLoadError(
-            f"{model}: its quantization_config has no quant_method; name the format with --quantization"
+            f"{model}: quantization_config in config.json has no quant_method; name the format with --quantization"
         )
     target = scheme_target(config.method)
     if target is None:
@@ -38,8 +42,10 @@ def make_scheme(model: str, config: QuantizationConfig) -> QuantScheme:
         raise ModelLoadError(f"quantization {config.method!r}: cannot import {target}: {error}") from error
     try:
         scheme = scheme_class(config)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{model}: {_DECLARED}: {error}") from error
     except (AttributeError, KeyError, TypeError, ValueError, re.error) as error:
-        raise ModelLoadError(f"{model}: its quantization_config is malformed: {one_line(error)}") from error
+        raise ModelLoadError(f"{model}: {_DECLARED} is malformed: {one_line(error)}") from error
     if not isinstance(scheme, QuantScheme):
         raise ModelLoadError(f"quantization {config.method!r}: {target} is no {QuantScheme.__name__}")
     return scheme
