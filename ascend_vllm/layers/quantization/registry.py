@@ -10,7 +10,6 @@ from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.quantization.base import QuantScheme
 from ascend_vllm.model_files import one_line
 
-
 # where the parameters of a format come from
 _DECLARED = "quantization_config in config.json, or the file beside it"
 
