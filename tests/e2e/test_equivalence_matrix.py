@@ -387,11 +387,13 @@ QUICK = [
     Cell(True, True, 4, "recompute", True),
     Cell(True, True, 4, "swap", True, 64),
 ]
+# mixtures of experts, the first three with latent attention
+MIXTURES = ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "mixtral", "qwen2-moe", "qwen3-moe")
 # of other families, with the number of sequences. The one with a sliding window has no prefix cache, and single
 # sequences take too few blocks of it to push each other out.
 FAMILIES = [
     (Cell(name != "mistral", is_chunked, 4, "roomy" if (name, n) == ("mistral", 1) else pressure, True, 16, name), n)
-    for name in ("qwen3", "opt", "mistral", "deepseek-v2-lite", "qwen2-moe")
+    for name in ("qwen3", "opt", "mistral", *MIXTURES)
     for is_chunked in (False, True)
     for n, pressure in ((1, "recompute"), (3, "recompute"), (3, "swap"))
 ]

@@ -436,7 +436,13 @@ _EXPERT_PARALLEL = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "
             for name, options in (
                 ("deepseek-v2", {"pipeline_parallel_size": 2, "enable_prefix_caching": True}),
                 ("deepseek-v2-lite", {"tensor_parallel_size": 2, "enable_prefix_caching": True}),
+                ("deepseek-v2-lite", _EXPERT_PARALLEL),
+                ("deepseek-v2", _EXPERT_PARALLEL),
+                ("mixtral", _EXPERT_PARALLEL),
                 ("qwen2-moe", _EXPERT_PARALLEL),
+                ("qwen3-moe", _EXPERT_PARALLEL),
+                ("mixtral", {"tensor_parallel_size": 2}),
+                ("qwen3-moe", {"tensor_parallel_size": 2}),
             )
         ),
     ],
