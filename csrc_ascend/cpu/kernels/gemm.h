@@ -45,10 +45,13 @@ void packed_linear(const LinearArgs& a) {
   if (are_too_few()) row_blocks = (2 * a.rows + most_rows - 1) / most_rows;
   while (group > 1 && are_too_few()) group /= 2;
   const int64_t groups = (panels + group - 1) / group;
+  // threads take tasks in turn
+  LinearArgs own = a;
+  own.next = row_blocks == 1 ? threads * group * padded * kPanel : 0;
   const auto task = [&](int64_t index) {
     const int64_t block = index / groups, panel = index % groups * group;
     const int64_t row = a.rows * block / row_blocks, end = a.rows * (block + 1) / row_blocks;
-    run_task<T>(a, x, x_stride, row, end - row, panel, panel + group < panels ? group : panels - panel);
+    run_task<T>(own, x, x_stride, row, end - row, panel, panel + group < panels ? group : panels - panel);
   };
   const auto widen = [&](int64_t t) { widen_row<T>(a, t, workspace + t * padded, padded); };
   // a small input is converted in this thread, since another barrier would cost more, above all on a busy

@@ -22,6 +22,7 @@ struct LinearArgs {
   int64_t rows, x_stride, out_stride, in_features, out_features;
   bool is_gated;  // out_features is a multiple of 32 then
   Gate gate;
+  int64_t next;  // elements from a task's panels to those that its thread probably reads next, or 0
 };
 
 inline int64_t linear_workspace(int64_t rows, int64_t in_features) {
@@ -86,10 +87,10 @@ inline VecF load_step(const bfloat16* columns, int step) {
 }
 
 // sums[kRows][kPanels * 16] (+)= x[kRows][begin, end) times the panels; begin is even. X is float, or bfloat16
-// with an instruction for pairs.
+// with an instruction for pairs. Weights `ahead` elements further on are prefetched.
 template <int kRows, int kPanels, bool kFetches, class X, class T>
 inline void multiply_tile(const X* x, int64_t x_stride, const T* w, int64_t panel_size, int64_t begin,
-                          int64_t end, float* sums, int64_t sums_stride) {
+                          int64_t end, float* sums, int64_t sums_stride, int64_t ahead) {
   constexpr int kVectors = kPanels * kPanelVectors;
   constexpr int kStep = is_same<T, bfloat16> ? 2 : 1;
   VecF acc[kRows][kVectors];
@@ -106,7 +107,7 @@ inline void multiply_tile(const X* x, int64_t x_stride, const T* w, int64_t pane
     if constexpr (kFetches) {
 #pragma GCC unroll 4
       for (int p = 0; p < kPanels; ++p) {
-        __builtin_prefetch(w + p * panel_size + k * kPanel + kAhead / static_cast<int64_t>(sizeof(T)));
+        __builtin_prefetch(w + p * panel_size + k * kPanel + ahead);
       }
     }
     if constexpr (!is_same<X, float>) {
@@ -149,29 +150,31 @@ inline void multiply_tile(const X* x, int64_t x_stride, const T* w, int64_t pane
 // One slice of kRows rows by `panels` panels.
 template <int kRows, bool kFetches, class X, class T>
 inline void multiply_panels(const X* x, int64_t x_stride, const T* w, int64_t panel_size, int64_t panels,
-                            int64_t begin, int64_t end, float* sums) {
+                            int64_t begin, int64_t end, float* sums, int64_t ahead) {
   constexpr int kPanels = kRows > kTileRows<T> ? kTallPanels : panels_of(kRows, kAreSplit<T>);
   constexpr int64_t kSumsStride = kGroup * kPanel;
   int64_t p = 0;
   for (; p + kPanels <= panels; p += kPanels) {
     multiply_tile<kRows, kPanels, kFetches>(x, x_stride, w + p * panel_size, panel_size, begin, end,
-                                            sums + p * kPanel, kSumsStride);
+                                            sums + p * kPanel, kSumsStride, ahead);
   }
   for (; p < panels; ++p) {
     multiply_tile<kRows, 1, kFetches>(x, x_stride, w + p * panel_size, panel_size, begin, end,
-                                      sums + p * kPanel, kSumsStride);
+                                      sums + p * kPanel, kSumsStride, ahead);
   }
 }
 
 // Chooses the tile of `rows` <= kRows rows.
 template <int kRows, bool kFetches, class X, class T>
 inline void multiply_rows(int64_t rows, const X* x, int64_t x_stride, const T* w, int64_t panel_size,
-                          int64_t panels, int64_t begin, int64_t end, float* sums) {
+                          int64_t panels, int64_t begin, int64_t end, float* sums, int64_t ahead = 0) {
   if constexpr (kRows > 1) {
-    if (rows < kRows)
-      return multiply_rows<kRows - 1, kFetches>(rows, x, x_stride, w, panel_size, panels, begin, end, sums);
+    if (rows < kRows) {
+      return multiply_rows<kRows - 1, kFetches>(rows, x, x_stride, w, panel_size, panels, begin, end, sums,
+                                                ahead);
+    }
   }
-  multiply_panels<kRows, kFetches>(x, x_stride, w, panel_size, panels, begin, end, sums);
+  multiply_panels<kRows, kFetches>(x, x_stride, w, panel_size, panels, begin, end, sums, ahead);
 }
 
 template <class T>
@@ -186,54 +189,83 @@ inline void write_row(const LinearArgs& a, const float* sums, int64_t row, int64
       });
 }
 
+// The weights that follow those of a slice: the next slice of the same panels, or the first one of the next
+// panels, as elements from here.
+struct NextSlice {
+  int64_t inputs, next;  // 0: not known
+
+  int64_t from(int64_t begin) const {
+    if (begin + kSlice < inputs) return kSlice * kPanel;
+    return next == 0 ? 0 : next - begin * kPanel;
+  }
+};
+
+// A slice of a tile, which prefetches weights. Not inlined into loops that need all registers.
+template <int kRows, class T, class X>
+__attribute__((noinline)) void multiply_and_fetch(int64_t rows, const X* x, int64_t x_stride, const T* w,
+                                                  int64_t panel_size, int64_t panels, int64_t begin,
+                                                  int64_t end, float* sums, int64_t ahead) {
+  multiply_rows<kRows, true>(rows, x, x_stride, w, panel_size, panels, begin, end, sums, ahead);
+}
+
 // All inputs of a few rows by some panels. The first rows load each slice of a panel into the cache for the
-// others. Not inlined into the loops for many rows, which need all registers.
+// others, the second ones the slice after it. Not inlined into the loops for many rows, which need all
+// registers.
 template <class T, class X>
 __attribute__((noinline)) void multiply_few(const X* x, int64_t x_stride, int64_t rows, const T* w,
-                                            int64_t panel_size, int64_t panels, int64_t inputs, float* sums) {
+                                            int64_t panel_size, int64_t panels, int64_t inputs, float* sums,
+                                            int64_t next) {
   const int64_t tiles = (rows + kTileRows<T> - 1) / kTileRows<T>, first = (rows + tiles - 1) / tiles;
   const int64_t together = panels_of(static_cast<int>(first), kAreSplit<T>);
   for (int64_t p = 0; p < panels; p += together) {
     const int64_t count = together < panels - p ? together : panels - p;
+    const NextSlice slice{inputs, p + together < panels ? together * panel_size : next};
     for (int64_t begin = 0; begin == 0 || begin < inputs; begin += kSlice) {
       const int64_t end = begin + kSlice < inputs ? begin + kSlice : inputs;
       multiply_rows<kTileRows<T>, true>(first, x, x_stride, w + p * panel_size, panel_size, count, begin, end,
-                                        sums + p * kPanel);
+                                        sums + p * kPanel, kAhead / static_cast<int64_t>(sizeof(T)));
       for (int64_t row = first; row < rows; row += first) {
-        multiply_rows<kTileRows<T>, false>(rows - row < first ? rows - row : first, x + row * x_stride,
-                                           x_stride, w + p * panel_size, panel_size, count, begin, end,
-                                           sums + row * kGroup * kPanel + p * kPanel);
+        const int64_t ahead = row == first ? slice.from(begin) : 0;
+        const int64_t some = rows - row < first ? rows - row : first;
+        float* own = sums + row * kGroup * kPanel + p * kPanel;
+        if (ahead != 0) {
+          multiply_and_fetch<kTileRows<T>>(some, x + row * x_stride, x_stride, w + p * panel_size, panel_size,
+                                           count, begin, end, own, ahead);
+        } else {
+          multiply_rows<kTileRows<T>, false>(some, x + row * x_stride, x_stride, w + p * panel_size, panel_size,
+                                             count, begin, end, own);
+        }
       }
     }
   }
 }
 
-// A slice of the first tile of many rows, which prefetches the panels. Not inlined, as above.
-template <class T, class X>
-__attribute__((noinline)) void multiply_first(const X* x, int64_t x_stride, int64_t rows, const T* w,
-                                              int64_t panel_size, int64_t panels, int64_t begin, int64_t end,
-                                              float* sums) {
-  multiply_rows<kManyRowsTile<T, X>, true>(rows, x, x_stride, w, panel_size, panels, begin, end, sums);
-}
-
-// Rows from `x` on by some panels.
+// Rows from `x` on by some panels; `next`: see LinearArgs.
 template <class T, class X>
 __attribute__((noinline)) void multiply_task(const X* x, int64_t x_stride, int64_t rows, const T* w,
-                                             int64_t panel_size, int64_t panels, int64_t inputs, float* sums) {
+                                             int64_t panel_size, int64_t panels, int64_t inputs, float* sums,
+                                             int64_t next) {
   const bool are_few = rows >= kMinPrefetchRows && rows <= kMaxPrefetchRows;
-  if (are_few) return multiply_few(x, x_stride, rows, w, panel_size, panels, inputs, sums);
+  if (are_few) return multiply_few(x, x_stride, rows, w, panel_size, panels, inputs, sums, next);
   // Tiles as even as possible: 14 rows in tiles of at most 6 are 5 + 5 + 4, not 6 + 6 + 2.
   constexpr int kRows = kManyRowsTile<T, X>;
   const int64_t tiles = (rows + kRows - 1) / kRows;
+  const NextSlice slice{inputs, next};
   for (int64_t begin = 0; begin == 0 || begin < inputs; begin += kSlice) {
     const int64_t end = begin + kSlice < inputs ? begin + kSlice : inputs;
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t first = rows * tile / tiles, last = rows * (tile + 1) / tiles;
-      if (tile == 0 && tiles > 1) {
-        multiply_first(x, x_stride, last, w, panel_size, panels, begin, end, sums);
+      // the first tile prefetches what it reads, the second one the weights after these
+      int64_t ahead = 0;
+      if (tiles > 1 && tile == 0) ahead = kAhead / static_cast<int64_t>(sizeof(T));
+      if (tile == 1) ahead = slice.from(begin);
+      float* own = sums + first * kGroup * kPanel;
+      if (ahead != 0) {
+        multiply_and_fetch<kRows>(last - first, x + first * x_stride, x_stride, w, panel_size, panels, begin,
+                                  end, own, ahead);
       } else {
         multiply_rows<kRows, false>(last - first, x + first * x_stride, x_stride, w, panel_size, panels, begin,
-                                    end, sums + first * kGroup * kPanel);
+                                    end, own);
       }
     }
   }
@@ -280,12 +312,14 @@ void run_task(const LinearArgs& a, const X* x, int64_t x_stride, int64_t row, in
   const int64_t padded = kPairs ? (a.in_features + 1) / 2 * 2 : a.in_features;
   const int64_t panel_size = padded * kPanel;
   const T* w = static_cast<const T*>(a.packed) + panel * panel_size;
-  multiply_task(x + row * x_stride, x_stride, rows, w, panel_size, panels, padded, sums);
+  const int64_t ups_behind = a.is_gated ? a.out_features / 2 * padded : 0;
+  multiply_task(x + row * x_stride, x_stride, rows, w, panel_size, panels, padded, sums,
+                a.is_gated ? ups_behind : a.next);
   const int64_t column = panel * kPanel;
   if (a.is_gated) {
     float* ups = sums + rows * kGroup * kPanel;
-    multiply_task(x + row * x_stride, x_stride, rows, w + a.out_features / 2 * padded, panel_size, panels,
-                  padded, ups);
+    multiply_task(x + row * x_stride, x_stride, rows, w + ups_behind, panel_size, panels, padded, ups,
+                  a.next == 0 ? 0 : a.next - ups_behind);
     with_gate(a.gate, [&](auto activation) {
       for (int64_t r = 0; r < rows; ++r) {
         const int64_t at = r * kGroup * kPanel;
