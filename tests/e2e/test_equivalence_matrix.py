@@ -299,8 +299,8 @@ def assert_greedy(name: str, n: int, answers: dict[str, list[RequestOutput]]) ->
             assert found == [(index, expected, text, "length") for index in range(n)], f"prompt of {len(prompt)}"
 
 
-def assert_same(found: list[CompletionOutput], expected: list[CompletionOutput]) -> None:
-    """Equal in everything, log-probabilities up to rounding."""
+def assert_same(found: list[CompletionOutput], expected: list[CompletionOutput], rounding: float) -> None:
+    """Equal in everything, log-probabilities up to `rounding`."""
     facts = [(one.index, one.token_ids, one.text, one.finish_reason, one.stop_reason) for one in found]
     assert facts == [(one.index, one.token_ids, one.text, one.finish_reason, one.stop_reason) for one in expected]
     for one, other in zip(found, expected, strict=True):
@@ -310,7 +310,7 @@ def assert_same(found: list[CompletionOutput], expected: list[CompletionOutput])
             for token, entry in position.items():
                 assert (entry.rank, entry.decoded_token) == (reference[token].rank, reference[token].decoded_token)
             values = [entry.logprob for entry in position.values()]
-            torch.testing.assert_close(values, [entry.logprob for entry in reference.values()], atol=1e-5, rtol=0)
+            torch.testing.assert_close(values, [entry.logprob for entry in reference.values()], atol=rounding, rtol=0)
 
 
 def assert_turns_are_cached(block_size: int, conversations: Iterable[list[RequestOutput]]) -> None:
@@ -326,7 +326,7 @@ def check(cell: Cell, n: int) -> None:
     assert_greedy(cell.name, n, served.answers)
     for key, (expected,) in answers_alone(cell.name, n).items():
         (answer,) = served.answers[key]
-        assert_same(answer.outputs, expected.outputs)
+        assert_same(answer.outputs, expected.outputs, LATENT_ROUNDING if "deepseek" in cell.name else ROUNDING)
     # and all that the cell is named after was there
     assert (served.num_prefix_hits > 0) == cell.is_caching
     assert (served.num_preemptions > 0) == (cell.pressure != "roomy")
@@ -387,6 +387,9 @@ QUICK = [
     Cell(True, True, 4, "recompute", True),
     Cell(True, True, 4, "swap", True, 64),
 ]
+# Differences of log-probabilities. Latent attention makes keys and values for whole prompts, and multiplies in
+# another order for chunks and single tokens.
+ROUNDING, LATENT_ROUNDING = 1e-5, 3e-5
 # mixtures of experts, the first three with latent attention
 MIXTURES = ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "mixtral", "qwen2-moe", "qwen3-moe")
 # of other families, with the number of sequences. The one with a sliding window has no prefix cache, and single
