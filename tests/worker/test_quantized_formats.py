@@ -155,6 +155,9 @@ def made(name: str, directory: pathlib.Path) -> tuple[str, str]:
     return formats.write(directory, writer, declared, **options)
 
 
+MALFORMED = "quantization_config in config.json, or the file beside it is malformed: "
+
+
 @pytest.mark.parametrize("name", WEIGHT_ONLY)
 def test_weights_are_those_that_the_checkpoint_means(name: str, tmp_path: pathlib.Path) -> None:
     quantized, meant = made(name, tmp_path)
@@ -455,17 +458,35 @@ def test_every_dtype(dtype: str, tmp_path: pathlib.Path) -> None:
         (AWQ | {"group_size": 64, "zero_point": False}, "without zero points"),
         (AWQ | {"group_size": 24}, "groups of 24 inputs are not supported; they must have a multiple of 16"),
         (AWQ | {"group_size": 0}, "group_size must be positive or -1, got 0"),
-        (AWQ | {"group_size": 64, "modules_to_not_convert": 3}, "is malformed: "),
-        (GPTQ | {"bits": 4, "group_size": 64, "dynamic": [1]}, "is malformed: "),
-        (GPTQ | {"bits": 4, "group_size": 64, "dynamic": {"(": {}}}, "is malformed: "),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, "is malformed: "),
+        (
+            AWQ | {"group_size": 64, "modules_to_not_convert": 3},
+            MALFORMED,
+        ),
+        (
+            GPTQ | {"bits": 4, "group_size": 64, "dynamic": [1]},
+            MALFORMED,
+        ),
+        (
+            GPTQ | {"bits": 4, "group_size": 64, "dynamic": {"(": {}}},
+            MALFORMED,
+        ),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128]},
+            MALFORMED,
+        ),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 weights in 'e5m2' are not supported"),
-        (formats.compressed_tensors("int-quantized", _INT8, ignore=["re:("]), "is malformed: "),
+        (
+            formats.compressed_tensors("int-quantized", _INT8, ignore=["re:("]),
+            MALFORMED,
+        ),
         (
             formats.compressed_tensors("int-quantized", _INT8 | {"group_size": "x"}),
-            "is malformed: ",
+            MALFORMED,
         ),
-        (formats.compressed_tensors("x", {}, config_groups={"group_0": {}}), "is malformed: "),
+        (
+            formats.compressed_tensors("x", {}, config_groups={"group_0": {}}),
+            MALFORMED,
+        ),
         ({"quant_method": "compressed-tensors"}, "Cannot find the config file for compressed-tensors"),
         (
             formats.compressed_tensors("nvfp4-pack-quantized", {"num_bits": 4, "type": "float"}),
