@@ -2,7 +2,7 @@
 
 #include <tuple>
 
-#include "cpu/bind/kept_memory.h"
+#include "cpu/bind/expert_choices.h"
 #include "cpu/bind/panels.h"
 #include "cpu/bind/tape.h"
 #include "cpu/bind/tensor.h"
@@ -15,19 +15,11 @@ at::Tensor experts_mlp(const at::Tensor& x, const at::Tensor& ids, const at::Ten
                        const at::Tensor& gate_up, const at::Tensor& down, c10::string_view activation,
                        int64_t first_expert, const std::optional<at::Tensor>& shared,
                        const std::optional<at::Tensor>& shared_gate) {
-  TORCH_CHECK_VALUE(activation == "silu" || activation == "gelu" || activation == "gelu_tanh",
-                    "activation must be 'silu', 'gelu' or 'gelu_tanh', got '", activation, "'");
-  TORCH_CHECK(x.dim() == 2, "x must be a matrix, got ", x.sizes());
-  check_rows(x, "x");
+  ExpertsArgs args{};
+  set_choices(args, x, ids, weights, shared, shared_gate);
   check_same_dtype(gate_up, "gate_up", x);
   check_same_dtype(down, "down", x);
-  const int64_t tokens = x.size(0), hidden = x.size(1);
-  TORCH_CHECK(ids.dim() == 2 && ids.size(0) == tokens && ids.scalar_type() == at::kInt && ids.is_contiguous(),
-              "ids must be a contiguous int32 matrix of ", tokens, " rows, got ", ids.scalar_type(),
-              " of shape ", ids.sizes());
-  TORCH_CHECK(weights.sizes() == ids.sizes() && weights.scalar_type() == at::kFloat && weights.is_contiguous(),
-              "weights must be a contiguous float tensor of shape ", ids.sizes(), ", got ",
-              weights.scalar_type(), " of shape ", weights.sizes());
+  const int64_t hidden = x.size(1);
   TORCH_CHECK(gate_up.dim() > 3 && down.dim() > 3, "gate_up and down must be stacks of packed weights, got ",
               gate_up.sizes(), " and ", down.sizes());
   const int64_t inner = gate_up.size(1) / 2 * 16;
@@ -37,38 +29,16 @@ at::Tensor experts_mlp(const at::Tensor& x, const at::Tensor& ids, const at::Ten
                   down_inputs <= inner,
               "gate_up and down have shapes ", gate_up.sizes(), " and ", down.sizes(), ", not those of ",
               x.scalar_type(), " experts of ", hidden, " inputs");
-  const auto check_like_x = [&](const at::Tensor& tensor, const char* name, int64_t width) {
-    check_same_dtype(tensor, name, x);
-    TORCH_CHECK(
-        tensor.dim() == 2 && tensor.size(0) == tokens && tensor.size(1) == width && tensor.is_contiguous(),
-        name, " must be contiguous, of shape [", tokens, ", ", width, "], got ", tensor.sizes());
-    return tensor.const_data_ptr();
-  };
-  ExpertsArgs args{};
-  if (shared.has_value()) args.shared = check_like_x(*shared, "shared", hidden);
-  if (shared_gate.has_value()) args.shared_gate = check_like_x(*shared_gate, "shared_gate", 1);
-  args.dtype = dtype_of(x, "x");
-  args.x = x.const_data_ptr();
-  args.ids = ids.const_data_ptr<int32_t>();
-  args.weights = weights.const_data_ptr<float>();
   args.gate_up = gate_up.const_data_ptr();
   args.down = down.const_data_ptr();
-  args.tokens = tokens;
-  args.hidden = hidden;
-  args.x_stride = x.stride(0);
-  args.choices = ids.size(1);
   args.first_expert = first_expert;
   args.num_experts = gate_up.size(0);
   args.inner = inner;
   args.down_inputs = down_inputs;
-  args.gate = activation == "silu" ? Gate::kSilu : activation == "gelu" ? Gate::kGelu : Gate::kGeluTanh;
-  at::Tensor out = new_tensor({tokens, hidden}, x.options());
+  args.gate = gate_of(activation);
+  at::Tensor out = new_tensor(x.sizes(), x.options());
   args.out = out.mutable_data_ptr();
-  const int64_t bytes = ExpertsMemory(args).bytes;
-  const at::TensorOptions options = x.options().dtype(at::kByte);
-  // recorded calls use the tape's memory
-  at::Tensor workspace =
-      recording().tape == nullptr ? large_result({bytes}, options) : new_tensor({bytes}, options);
+  at::Tensor workspace = new_workspace(ExpertsMemory(args).bytes, x.options());
   args.workspace = static_cast<char*>(workspace.mutable_data_ptr());
   launch([args] { experts_mlp_kernel(args); });
   return out;

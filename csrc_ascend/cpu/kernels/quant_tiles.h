@@ -1,4 +1,4 @@
-// Sums of products of quant_gemm.h: some rows by some panels.
+// Sums of products of quant_tasks.h: some rows by some panels.
 #pragma once
 
 namespace ascend_vllm {
@@ -89,11 +89,10 @@ inline VecF load_ordered(const T* x, const int32_t* order, int n) {
   return load(buffer);
 }
 
-// Row t of x as 16-bit integers, with the scale and the sum of each block.
+// A row of x as 16-bit integers, with the scale and the sum of each block.
 template <class T>
-inline void round_row(const QuantizedLinearArgs& a, const QuantizedWeight& weight, int64_t t, int16_t* to,
+inline void round_row(const QuantizedLinearArgs& a, const QuantizedWeight& weight, const T* x, int16_t* to,
                       int64_t stride, float* scales, int32_t* totals) {
-  const T* x = static_cast<const T*>(a.x) + t * a.x_stride;
   alignas(64) float values[QuantizedInputs::kBlock + kLanes];
   weight.for_blocks([&](int64_t, int64_t block, int64_t begin, int64_t end) {
     const int64_t n = end - begin;
@@ -129,10 +128,9 @@ inline void round_row(const QuantizedLinearArgs& a, const QuantizedWeight& weigh
   __builtin_memset(to + a.in_features, 0, (stride - a.in_features) * sizeof(int16_t));
 }
 
-// Row t of x as floats or bfloat16.
+// A row of x as floats or bfloat16.
 template <class T, class X>
-inline void widen_ordered(const QuantizedLinearArgs& a, int64_t t, X* to, int64_t stride) {
-  const T* x = static_cast<const T*>(a.x) + t * a.x_stride;
+inline void widen_ordered(const QuantizedLinearArgs& a, const T* x, X* to, int64_t stride) {
   for_lanes(
       a.in_features,
       [&](int64_t i) { store(to + i, a.order ? load_ordered(x, a.order + i, kLanes) : load(x + i)); },
