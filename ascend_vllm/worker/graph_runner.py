@@ -97,6 +97,11 @@ class StaticInputs:
             query_len: torch.from_numpy(starts).to(device) for query_len, starts in self._query_start_np.items()
         }
         self._indices = torch.arange(num_tokens, dtype=torch.int64, device=device)
+        filled = (self.input_ids, self.positions, self.slot_mapping, self.seq_lens, self.block_table)
+        # numpy's copies of so little keep the GIL. Torch's release it, and then wait until another thread, which
+        # handles the last step's outputs, has finished.
+        self._is_on_host = device.type == "cpu"
+        self._filled = [buffer.numpy() for buffer in filled] if self._is_on_host else filled
 
     def batch(self, size: int, query_len: int = 1) -> ForwardBatch:
         """The batch of a shape: views of the buffers, with rows of the minimum length."""
@@ -123,15 +128,12 @@ class StaticInputs:
             batch: R rows with the same query length, one of the graphs'.
             size: g, R or more.
         """
-        num_rows, width = batch.block_table.shape
-        query_len = batch.max_query_len
+        num_rows, query_len = len(batch.seq_lens_np), batch.max_query_len
         num_tokens = num_rows * query_len
-        self.input_ids[:num_tokens].copy_(batch.input_ids)
-        self.positions[:num_tokens].copy_(batch.positions)
-        self.slot_mapping[:num_tokens].copy_(batch.slot_mapping)
-        self.seq_lens[:num_rows].copy_(batch.seq_lens)
         # after a row's blocks there may be blocks of an earlier step: they are not read
-        self.block_table[:num_rows, :width].copy_(batch.block_table)
+        parts = (batch.input_ids, batch.positions, batch.slot_mapping, batch.seq_lens, batch.block_table)
+        for buffer, part in zip(self._filled, parts, strict=True):
+            buffer[tuple(map(slice, part.shape))] = part.numpy() if self._is_on_host else part
         if size > num_rows:
             self.positions[num_tokens : size * query_len].zero_()
             self.slot_mapping[num_tokens : size * query_len].fill_(_NOWHERE)

@@ -204,6 +204,8 @@ class SamplingColumns:
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        # counts changes, so that what was made of the columns can be kept until the next one
+        self.version = 0
         # [M] int32, host: the bits above
         self.features = np.zeros(num_slots, np.int32)
         # [M] float32, host: 0 is greedy
@@ -246,6 +248,7 @@ class SamplingColumns:
     def set(self, row: NewRow) -> None:
         """Stores the parameters of a new row."""
         slot, params = row.slot, row.sampling_params
+        self.version += 1
         for name in _NUMBERS:
             getattr(self, name)[slot] = getattr(params, name)
         self.seed[slot] = row.seed
@@ -268,6 +271,7 @@ class SamplingColumns:
 
     def clear(self, slot: int) -> None:
         """Removes the row of a slot."""
+        self.version += 1
         self.features[slot] = 0
         self.bad_words.pop(slot, None)
         self.processors.pop(slot, None)
@@ -276,6 +280,7 @@ class SamplingColumns:
 
     def copy(self, sources: Int64Array, targets: Int64Array) -> None:
         """Copies parameters to other slots; all are read before one is written."""
+        self.version += 1
         if (self.features[sources] & ALLOWED_IDS).any():
             self.allowed_ids[targets] = self.allowed_ids[sources]
         for column in self._columns:

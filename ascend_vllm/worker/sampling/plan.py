@@ -136,6 +136,8 @@ class Planner:
         self._host_memory = host_memory
         # [M, L+1] int32
         self._all_token_ids = torch.from_numpy(batch.token_ids) if host_memory else None
+        # the last plan that any step of its rows can use, their slots, and the version of their parameters
+        self._kept: tuple[int, bytes, SamplingPlan] | None = None
 
     def make(self, slots: Int64Array, num_steps: int = 1, num_tokens: Int64Array | None = None) -> SamplingPlan:
         """Makes the plan of rows for all tokens that they sample in a step.
@@ -145,8 +147,16 @@ class Planner:
             num_steps: maximum tokens that a row samples.
             num_tokens: [S] tokens before the position at which each samples, drafts included; None: all tokens.
         """
-        if num_tokens is None:
-            num_tokens = self._batch.num_tokens[slots]
+        version, key = self._params.version, slots.tobytes()
+        if self._kept is not None and self._kept[:2] == (version, key):
+            return self._kept[2]
+        plan = self._make(slots, num_steps, self._batch.num_tokens[slots] if num_tokens is None else num_tokens)
+        # of a device with memory of its own, draws and histories are the step's
+        depends_on_step = not self._host_memory or plan.needed & columns.MIN_TOKENS
+        self._kept = None if depends_on_step else (version, key, plan)
+        return plan
+
+    def _make(self, slots: Int64Array, num_steps: int, num_tokens: Int64Array) -> SamplingPlan:
         params, device = self._params, self._device
         features = params.features[slots]
         needed = int(np.bitwise_or.reduce(features))
