@@ -11,9 +11,11 @@
 Both servers get the same flags (bfloat16, KV cache of the same size), and only one computes at a time; in each round
 a row is measured on ours, then on the peer's, with the same prompts, new in each round. vLLM is bound to all
 cores, with tcmalloc if installed. Prefix caching and chunked prefill have each server's defaults, but are on for
-both in the rows "prefix" and "mixed". The rows "start" and "memory" start the servers each time, after a warm-up
-start, so that files and compiled graphs are cached (--warm-starts). The machine's limits are
-measured before and after each reading, when all servers are idle.
+both in the rows "prefix" and "mixed". In the rows "open-ttft" and "open-gap" requests of mixed lengths arrive as a
+Poisson process for five minutes (--open-s), at the same rate for both: --open-rate, or 80% of what the peer answers
+in a closed loop. The rows "start" and "memory" start the servers each time, after a warm-up start, so that files and
+compiled graphs are cached (--warm-starts). The machine's limits are measured before and after each reading, when all
+servers are idle.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import math
 import shlex
 from collections.abc import Iterator
 from typing import Any
@@ -29,12 +32,15 @@ from comparison import machine, report, servers
 from comparison.client import Client, LoadError
 from comparison.limits import ModelFacts, file_read_s
 from comparison.peaks import Peaks, Reading, median_reading
-from comparison.rows import OTHER_MODELS, ROWS, SETUPS, Row, Sizes, Subject
+from comparison.rows import OTHER_MODELS, ROWS, SETUPS, Row, Sizes, Subject, saturation
 
 from ascend_vllm.engine.tokenization import Tokenizer
 
 # difference between the seeds of rounds, above the number of seeds in a row
 _SEEDS_PER_ROUND = 1000
+_SATURATION_SEED = 800_000
+# of the peer's saturation, at which requests of the open loop arrive
+_OPEN_SHARE = 0.8
 # vLLM's defaults, which are flags here
 _SETUP_FLAGS = {"shared": ("--enable-prefix-caching", "--enable-chunked-prefill")}
 
@@ -118,15 +124,19 @@ class Comparison:
         with contextlib.ExitStack() as stack:
             running = {side: stack.enter_context(self._server(side, setup)) for side in self._programs}
             clients = {side: Client(server.url, tokenizer) for side, server in running.items()}
+            rate = 0.0
+            if setup == "open":
+                rate = self._open_rate({side: (server, clients[side]) for side, server in running.items()}, facts)
             for number in range(self._args.rounds):
                 for row, result in measured:
+                    along = next((other for line, other in measured if line.name == row.along), None)
                     limits = [self._limits(running)]
                     for side, server in running.items():
                         seed = self._seed(number, row)
-                        subject = Subject(server, clients[side], facts, self._sizes, seed)
-                        if number == 0 and row.warm_up is not None:
+                        subject = Subject(server, clients[side], facts, self._sizes, seed, rate)
+                        if number == 0 and row.warm_up is not None and along is None:
                             row.warm_up(subject)
-                        self._take(side, row, result, subject)
+                        self._take(side, row, result, subject, along)
                         limits.append(self._limits(running))
                     self._note_limits(row, result, facts, limits)
                     report.save(self._args.json, self.content())
@@ -141,10 +151,33 @@ class Comparison:
     def _seed(self, number: int, row: Row) -> int:
         return number * _SEEDS_PER_ROUND + ROWS.index(row)
 
-    def _take(self, side: str, row: Row, result: report.RowResult, subject: Subject) -> None:
-        value, figures = row.measure(subject)
+    def _open_rate(self, running: dict[str, tuple[servers.Server, Client]], facts: ModelFacts) -> float:
+        """Requests per second of the open loop."""
+        if self._args.open_rate is not None:
+            return float(self._args.open_rate)
+        side = "peer" if "peer" in running else "ours"
+        server, client = running[side]
+        # the first one is a warm-up
+        subjects = [Subject(server, client, facts, self._sizes, _SATURATION_SEED + number) for number in (0, 1)]
+        found = [saturation(subject) for subject in subjects][-1]
+        self._print(f"{self._programs[side].name} answers {found:.3g} requests/s of mixed lengths at most")
+        return _OPEN_SHARE * found
+
+    def _take(
+        self,
+        side: str,
+        row: Row,
+        result: report.RowResult,
+        subject: Subject,
+        along: report.RowResult | None = None,
+    ) -> None:
+        if along is not None and row.read is not None:
+            figures = along.figures[side][-1]
+            value = row.read(figures)
+        else:
+            value, figures = row.measure(subject)
         result.add(side, value, figures)
-        self._print(f"{row.name:8} {self._programs[side].name:12} {value:10.4g} {row.unit}")
+        self._print(f"{row.name:9} {self._programs[side].name:12} {value:10.4g} {row.unit}")
 
     def _note_limits(self, row: Row, result: report.RowResult, facts: ModelFacts, limits: list[Reading]) -> None:
         result.limits += limits
@@ -181,6 +214,7 @@ def _parse_args() -> argparse.Namespace:
     add("--peer-program", help="path of the peer's command; default: the one that the shell finds")
     add("--peer-args", default="", help="further flags of the peer, in one word")
     add("--ours-args", default="", help="further flags of ours, in one word")
+    add("--open-rate", type=float, help="requests/s of the rows open; default: 80%% of the peer's saturation")
     add("--tcmalloc", help="path of libtcmalloc for the peer; default: where systems have it")
     add("--max-model-len", type=int, default=2048, help="(default: %(default)s)")
     add("--kv-cache-bytes", type=int, default=2**30, help="of both servers (default: %(default)s)")
@@ -204,6 +238,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--model: name the directory of a model, such as scripts/make_random_model.py writes")
     for setup in chosen & missing:
         parser.error(f"--{setup}-model: name the directory of {OTHER_MODELS[setup]}, or leave its rows out")
+    if args.open_rate is not None and not 0 < args.open_rate < math.inf:
+        parser.error(f"--open-rate must be above 0, got {args.open_rate}")
     for name in ("rounds", *(field.name for field in dataclasses.fields(Sizes))):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")

@@ -52,7 +52,9 @@ python scripts/make_performance_doc.py
 The models have random weights: only their shapes matter. Nothing else should run meanwhile; `--note` keeps what did.
 Both servers are given the same flags, the same prompts and the same client, which is `ascend-vllm bench serve`'s.
 vLLM is bound to every core and gets tcmalloc where the system has it. A single row is measured with `--rows c8`, ours
-alone with `--peer none`. A comparison of servers holds for the other project's client too as far as
+alone with `--peer none`; the rows `open-ttft` and `open-gap` take five minutes for each server and round, or as long
+as `--open-s` says. Larger shapes are measured by `--rows c1` on the presets `qwen2-1.5b`, `qwen2-3b` and `qwen2-7b`
+of `make_random_model.py`. A comparison of servers holds for the other project's client too as far as
 `compare_clients.py` finds their figures equal.
 
 `make bench-gate BASE=COMMIT` says in some minutes whether the working tree is slower than a commit, in

@@ -13,13 +13,13 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import pathlib
 import string
 import zlib
 from collections.abc import Iterator
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
@@ -84,7 +84,10 @@ _YARN = {
 
 PRESETS = {
     "qwen2-0.5b": Shape(151936, 896, 4864, 24, 14, 2, 32768),
+    # those of Qwen2.5: 3.1, 6.2 and 15.2 GB
     "qwen2-1.5b": Shape(151936, 1536, 8960, 28, 12, 2, 32768),
+    "qwen2-3b": Shape(151936, 2048, 11008, 36, 16, 2, 32768),
+    "qwen2-7b": Shape(152064, 3584, 18944, 28, 28, 4, 32768, False),
     "tiny-5m": Shape(8192, 256, 704, 4, 4, 2, 4096),
     # 1.5 GB, of which a token uses 0.36 GB
     "qwen2-moe-1.5g": Shape(32768, 1024, 1344, 16, 16, 4, 32768, True, 60, 4, 208, 1344),
@@ -144,17 +147,32 @@ def _latent_attention(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def write_weights(directory: pathlib.Path, shape: Shape, seed: int) -> None:
-    """Draws all weights, each from its own random stream, and writes them to one file."""
-    weights = {}
-    for name, size in tqdm(list(_parameters(shape)), desc="Drawing weights", unit="tensor"):
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        if name.endswith("norm.weight"):
-            weights[name] = torch.ones(size, dtype=torch.bfloat16)
-        else:
-            # 0.02 is the standard deviation of Qwen2's own initialisation
-            weights[name] = torch.randn(size, generator=generator).mul_(0.02).bfloat16()
-    print(f"Writing {sum(tensor.nbytes for tensor in weights.values()) / 1e6:,.0f} MB of weights")
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    """Draws all weights, each from its own random stream, and writes them to one file.
+
+    A tensor is written as soon as it is drawn: all of them need not fit into memory.
+    """
+    parameters = list(_parameters(shape))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, size in parameters:
+        start, end = end, end + math.prod(size) * torch.bfloat16.itemsize
+        header[name] = {"dtype": "BF16", "shape": list(size), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # spaces, so that the data begin at a multiple of eight bytes
+    text += b" " * (-len(text) % 8)
+    print(f"Writing {end / 1e6:,.0f} MB of weights")
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, size in tqdm(parameters, desc="Drawing weights", unit="tensor"):
+            file.write(_draw(name, size, seed).view(torch.uint8).numpy())
+
+
+def _draw(name: str, size: tuple[int, ...], seed: int) -> torch.Tensor:
+    if name.endswith("norm.weight"):
+        return torch.ones(size, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    # 0.02 is the standard deviation of Qwen2's own initialisation
+    return torch.randn(size, generator=generator).mul_(0.02).bfloat16()
 
 
 def _merges() -> Iterator[tuple[str, str]]:

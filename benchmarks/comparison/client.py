@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -43,17 +44,28 @@ class Client:
         add_arguments(self._parser)
 
     def load(
-        self, *, seed: int, num_prompts: int, concurrency: int, input_len: int, output_len: int, prefix_len: int = 0
+        self,
+        *,
+        seed: int,
+        num_prompts: int,
+        concurrency: int | None,
+        input_len: int,
+        output_len: int,
+        prefix_len: int = 0,
+        range_ratio: float = 0.0,
+        rate: float | None = None,
     ) -> dict[str, float]:
-        """Sends random prompts, the next when one is answered. The same seed makes the same prompts.
+        """Sends random prompts. The same seed makes the same prompts, and sends them at the same times.
 
         Args:
             seed: of the prompts.
             num_prompts: how many.
-            concurrency: requests running at a time.
+            concurrency: requests running at a time: the next one is sent when one is answered. None: no limit.
             input_len: tokens of a prompt behind the common prefix.
             output_len: tokens to generate, ignoring end-of-sequence tokens.
             prefix_len: tokens that all prompts share.
+            range_ratio: by how much of itself each of the two lengths may be smaller or larger, below 1.
+            rate: requests per second, which arrive as a Poisson process; None: as soon as they may.
 
         Returns:
             the figures of `ascend-vllm bench serve`.
@@ -62,6 +74,8 @@ class Client:
             LoadError: a request failed.
         """
         args = self._arguments(seed, num_prompts, concurrency, input_len, output_len, prefix_len)
+        args.random_range_ratio = str(range_ratio)
+        args.request_rate = math.inf if rate is None else rate
         requests = sample_requests(args, self._tokenizer, seed)
 
         async def send() -> Run:
@@ -117,11 +131,12 @@ class Client:
         return gaps, [outcome.ttft for outcome in arrived]
 
     def _arguments(
-        self, seed: int, num_prompts: int, concurrency: int, input_len: int, output_len: int, prefix_len: int
+        self, seed: int, num_prompts: int, concurrency: int | None, input_len: int, output_len: int, prefix_len: int
     ) -> argparse.Namespace:
         """Arguments of `ascend-vllm bench serve`."""
         words = ["--base-url", self._url, "--ignore-eos", "--temperature", "0", "--disable-tqdm"]
-        words += ["--seed", str(seed), "--num-prompts", str(num_prompts), "--max-concurrency", str(concurrency)]
+        words += ["--seed", str(seed), "--num-prompts", str(num_prompts)]
+        words += [] if concurrency is None else ["--max-concurrency", str(concurrency)]
         words += ["--input-len", str(input_len), "--output-len", str(output_len)]
         words += ["--random-prefix-len", str(prefix_len)]
         args = self._parser.parse_args(words)

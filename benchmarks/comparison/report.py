@@ -119,12 +119,12 @@ def _number(value: float | None) -> str:
 def lines(results: list[RowResult], peer: str | None) -> Iterator[str]:
     """The lines of the table."""
     heads = f"{'ours':>10} {peer or 'peer':>10} {'ratio':>7} {'target':>8} {'limit':>10} {'of limit':>9}"
-    yield f"{'row':8} {heads}  unit"
+    yield f"{'row':9} {heads}  unit"
     for result in results:
         row, share = result.row, result.share
         target = f"{'>=' if row.higher_is_better else '<='} {row.target_ratio}"
         yield (
-            f"{row.name:8} {_number(result.median('ours')):>10} {_number(result.median('peer')):>10}"
+            f"{row.name:9} {_number(result.median('ours')):>10} {_number(result.median('peer')):>10}"
             f" {_number(result.ratio):>7} {target:>8} {_number(result.limit):>10}"
             f" {'-' if share is None else f'{share:.0%}':>9}  {row.unit}"
         )
