@@ -53,6 +53,9 @@ def _load(directory: str, reference: str) -> Any:
 
     tokenizer_class: Any = get_class_from_dynamic_module(reference, directory, local_files_only=True)
     tokenizer = tokenizer_class.from_pretrained(directory, local_files_only=True, trust_remote_code=True)
+    to_text = tokenizer.convert_tokens_to_string
+    # code may expect a token, as InternLM 3's does, but there is none if all ids are special ones that are skipped
+    tokenizer.convert_tokens_to_string = lambda tokens: to_text(tokens) if tokens else ""
     # code for older versions of transformers may fail in any of these
     len(tokenizer), tokenizer.get_vocab(), tokenizer.eos_token_id, tokenizer.all_special_ids
     token_ids = tokenizer("a b", return_attention_mask=False).input_ids

@@ -53,8 +53,9 @@ Python, on one thread.
 The code must work with transformers 5; if it does not, the error at start names the line. What helps:
 
 - Transformers 5 calls `get_vocab` and others in `super().__init__(...)` of a tokenizer. Code that sets `sp_model`,
-  `tokenizer` or `mergeable_ranks` after it (Baichuan 2, the first versions of ChatGLM2 and Qwen 1) works when that
-  call is moved to the end of `__init__`.
+  `tokenizer` or `mergeable_ranks` after it (Baichuan 2, InternLM 1, the first versions of ChatGLM2 and Qwen 1) works
+  when that call is moved to the end of `__init__`. With that change Baichuan 2 and InternLM 1 were tried, and without
+  any ChatGLM3, GLM-4, Qwen 1, Baichuan, InternLM 2 and InternLM 3.
 - A repository without code: `glm-4-9b-chat-hf` instead of `glm-4-9b-chat`.
 - A tokenizer.json, in a directory of its own for `--tokenizer`; compare some ids with the old tokenizer's. From a
   sentencepiece `tokenizer.model` of Llama's kind (Baichuan, InternLM 1; it lacks the prefix that ChatGLM puts before

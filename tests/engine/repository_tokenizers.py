@@ -63,7 +63,7 @@ class OwnTokenizer(PreTrainedTokenizer):
         return self.names[index] if index in self.names else self.pieces[index]
 
     def convert_tokens_to_string(self, tokens):
-        text = b""
+        text = tokens[0][:0].encode()  # fails without tokens, as InternLM 3's code does
         for token in tokens:
             text += bytes([int(token[3:5], 16)]) if token.startswith("<0x") else token.replace("▁", " ").encode()
         return text.decode("utf-8", "replace").removeprefix(" ")

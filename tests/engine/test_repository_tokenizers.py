@@ -47,6 +47,7 @@ def test_the_own_code_makes_the_tokens(tmp_path: pathlib.Path) -> None:
     assert pieces.encode_pair("a", "a") == [size, size + 1, 262, 262]
     assert pieces.eos_token_id == 2
     assert pieces.convert_ids_to_tokens([260, 10**6]) == ["▁the", ""]
+    assert pieces.decode([]) == ""
     ranks = Tokenizer.from_directory(str(make_repository(tmp_path / "ranks", RANKS)), trust_remote_code=True)
     assert ranks.encode("the fox<|im_end|>") == [256, 257, 262]
     assert ranks.decode([256, 262]) == "the<|im_end|>"
