@@ -57,7 +57,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {"scalar": ()}
 if platform.machine().lower() in ("x86_64", "amd64"):
     VARIANTS |= {"avx2": _AVX2_FLAGS, "avx512": _AVX512_FLAGS, "avx512_vnni": _AVX512_VNNI_FLAGS}
     VARIANTS |= {"avx512_bf16": _AVX512_BF16_FLAGS}
-    VARIANTS |= {"amx_bf16": (*_AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16")}
+    VARIANTS |= {"amx_bf16": (*_AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")}
 # What a kernel must ask for to be built for a set: the others would be the same as for the set below.
 ASKED_FOR = {"amx_bf16": "__AMX_BF16__", "avx512_vnni": "__AVX512VNNI__"}
 

@@ -7,7 +7,8 @@ of output 16 * p + n, its i-th one at bit `bits * (i // 2) + 16 * (i % 2)`, so t
 pair of inputs as two 16-bit numbers. A weight is `(value(code) - zero) * scale`, with the scale and the zero of its
 output and its group of inputs.
 
-Inputs in 16 bits are multiplied as integers, see `quantized_linear`; those in float32 are multiplied in float32.
+Inputs in 16 bits are multiplied as integers or, with AMX, in bfloat16, see `quantized_linear`; those in float32 are
+multiplied in float32.
 """
 
 from __future__ import annotations
@@ -271,10 +272,11 @@ def quantized_linear(
 ) -> torch.Tensor:
     """`x @ weight.T + bias` with a weight in codes.
 
-    The kernel of codes that are whole numbers rounds 16-bit inputs to 16-bit multiples of a scale, that of the
-    largest one among up to 128 inputs of a group: an error far below the rounding of the result. Products are then
-    exact in 32-bit integers, and the sums of groups are added in float32 in one fixed order. A row's result does not
-    depend on the other rows.
+    With AMX, bfloat16 inputs are multiplied by `code - zero`, which is exact in bfloat16, and the sums of groups are
+    scaled and added in float32 in one fixed order. Otherwise the kernel of codes that are whole numbers rounds 16-bit
+    inputs to 16-bit multiples of a scale, that of the largest one among up to 128 inputs of a group: an error far
+    below the rounding of the result. Products are then exact in 32-bit integers, and added as above. A row's result
+    does not depend on the other rows.
 
     Args:
         x: [T, K] float, or fewer columns if order names some of them twice; rows may be strided.

@@ -25,10 +25,10 @@ bool may_use_tiles() {
 }
 
 // By CPUID, since compilers differ in the names that __builtin_cpu_supports accepts.
-bool has_bf16_tiles() {
+bool has_tiles() {
   unsigned a = 0, b = 0, c = 0, d = 0;
-  constexpr unsigned kTile = 1u << 24, kBf16 = 1u << 22;
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & kTile) != 0 && (d & kBf16) != 0;
+  constexpr unsigned kNeeded = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE and AMX-INT8
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & kNeeded) == kNeeded;
 }
 #endif
 
@@ -51,7 +51,7 @@ bool machine_has(int isa) {
     case kAvx512Bf16:
       return avx512_bf16;
     case kAmxBf16:
-      return avx512_bf16 && has_bf16_tiles() && may_use_tiles();
+      return avx512_bf16 && has_tiles() && may_use_tiles();
     default:
       return true;
   }

@@ -1,6 +1,6 @@
 // Products with weights in 8 or 4 bits and with inputs in 8 bits, by the pieces of quant_tasks.h.
 //
-// The macro __AVX512VNNI__ makes the build compile this header for that set, too.
+// The macros __AVX512VNNI__ and __AMX_BF16__ make the build compile this header for those sets, too.
 #pragma once
 
 #include "cpu/kernels/quant_tasks.h"
@@ -56,7 +56,8 @@ void run_product(const Args& a, const Product& product) {
   const int64_t all_panels = (a.out_features + kPanel - 1) / kPanel;
   run_quantized(
       a.rows, a.is_gated ? all_panels / 2 : all_panels, a.rows * a.in_features * a.out_features / 8,
-      a.is_gated ? kTaskRows / 2 : kTaskRows, a.rows <= kFewQuantizedRows ? kFewRowsPanels : kGroup,
+      Product::kSizes.most_rows(a.is_gated),
+      a.rows <= kFewQuantizedRows ? kFewRowsPanels : Product::kSizes.most_panels(a.is_gated),
       [&](int64_t row, int64_t rows, int64_t panel, int64_t panels) { product.run(row, rows, panel, panels); });
 }
 

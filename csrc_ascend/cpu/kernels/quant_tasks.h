@@ -6,8 +6,11 @@
 // in 32 bits, and sums of blocks are added in float32 in the order of the inputs: a row's result does not
 // depend on the other rows. 8-bit inputs have one block, of all inputs. fp8 weights
 // are multiplied as bfloat16 where there are instructions for that; they and inputs in float32 are otherwise
-// multiplied in float32, by the tiles of gemm_tasks.h, in slices of unpacked weights.
+// multiplied in float32, by the tiles of gemm_tasks.h, in slices of unpacked weights. With AMX, rows of
+// bfloat16 are multiplied as quant_amx.h says, and those of 8 bits as quant_amx_int8.h does.
 #pragma once
+
+#include <algorithm>
 
 #include "cpu/kernels/gemm_tasks.h"
 
@@ -38,8 +41,11 @@ struct QuantizedLinearArgs {
 struct QuantizedInputs {
   static constexpr int64_t kBlock = 128;  // maximum inputs of a block
 
-  bool are_integers;       // 16-bit integers, or else floats
+  static constexpr int64_t kStep = 32;  // bfloat16 inputs of weights that are widened at a time
+
+  bool are_integers;       // 16-bit integers, or else floats or bfloat16 numbers
   int64_t stride;          // elements from row to row
+  int64_t tile_stride;     // the same of bfloat16 numbers, with each block of inputs padded to whole steps
   int64_t blocks;          // of a row
   int64_t scales, totals;  // float and int32 [rows, blocks]: scales, and sums of the integers
   int64_t bytes;
@@ -56,7 +62,10 @@ struct QuantizedInputs {
         groups == 0 ? 0 : (groups - 1) * ((a.group_size + kBlock - 1) / kBlock) + (last + kBlock - 1) / kBlock;
     scales = (are_integers ? 2 : 4) * stride * a.rows;
     totals = scales + (are_integers ? 4 * blocks * a.rows : 0);
-    bytes = totals + (are_integers ? 4 * blocks * a.rows : 0);
+    const int64_t steps =
+        groups == 0 ? 0 : (groups - 1) * ((a.group_size + kStep - 1) / kStep) + (last + kStep - 1) / kStep;
+    tile_stride = (steps | 1) * kStep;
+    bytes = std::max(totals + (are_integers ? 4 * blocks * a.rows : 0), 2 * tile_stride * a.rows);
   }
 };
 
@@ -91,14 +100,31 @@ inline int64_t int8_workspace(int64_t rows, int64_t in_features) {
 
 #include "cpu/isa/integers.h"
 #include "cpu/kernels/quant_tiles.h"
+// after the former
+#include "cpu/kernels/quant_widen.h"
+// after the former
+#include "cpu/kernels/quant_amx.h"
+// after the former
+#include "cpu/kernels/quant_amx_int8.h"
 
 namespace ascend_vllm {
 namespace {
 
-// Writes rows of sums, [rows, kGroup * 16], to the result; `ups` of the second half if it is gated.
+constexpr PieceSizes kVectorPieces{kTaskRows, kGroup, kTaskRows / 2, kGroup};
+#ifdef __AMX_BF16__
 template <class T>
-void write_sums(const LinearArgs& out, const float* bias, float* sums, float* ups, int64_t row, int64_t rows,
-                int64_t panel, int64_t panels) {
+constexpr PieceSizes kQuantizedPieces = is_same<T, bfloat16> ? kTilePieces : kVectorPieces;
+constexpr PieceSizes kInt8Pieces = kTilePieces;
+#else
+template <class T>
+constexpr PieceSizes kQuantizedPieces = kVectorPieces;
+constexpr PieceSizes kInt8Pieces = kVectorPieces;
+#endif
+
+// Writes rows of sums, [rows, stride], to the result; `ups` of the second half if it is gated.
+template <class T>
+void write_sums(const LinearArgs& out, const float* bias, float* sums, float* ups, int64_t stride, int64_t row,
+                int64_t rows, int64_t panel, int64_t panels) {
   const int64_t column = panel * kPanel, width = out.is_gated ? out.out_features / 2 : out.out_features;
   const int64_t columns = std::min(panels * kPanel, width - column);
   const auto add_bias = [&](float* to, const float* from) {
@@ -107,13 +133,13 @@ void write_sums(const LinearArgs& out, const float* bias, float* sums, float* up
         [&](int64_t i, int rest) { store_n(to + i, load_n(to + i, rest) + load_n(from + i, rest), rest); });
   };
   for (int64_t r = 0; r < rows; ++r) {
-    float* own = sums + r * kGroup * kPanel;
+    float* own = sums + r * stride;
     if (bias != nullptr) add_bias(own, bias + column);
     if (!out.is_gated) {
       write_row<T>(out, own, row + r, column, columns);
       continue;
     }
-    float* up = ups + r * kGroup * kPanel;
+    float* up = ups + r * stride;
     if (bias != nullptr) add_bias(up, bias + width + column);
     with_gate(out.gate,
               [&](auto activation) { write_gated_row<T>(out, activation, own, up, row + r, column, columns); });
@@ -133,31 +159,40 @@ LinearArgs result_of(const Args& a) {
   return out;
 }
 
-// Some rows' products with `count` panels from `first` on; `Product` computes sums of at most kGroup panels.
+// Some rows' products with `count` panels from `first` on; `Product` computes the sums.
 template <class T, class Args, class Product>
 void run_panels(const Args& a, const Product& product, int64_t row, int64_t rows, int64_t first,
                 int64_t count) {
+  constexpr PieceSizes kSizes = Product::kSizes;
   const LinearArgs out = result_of(a);
   const int64_t half = (a.out_features + kPanel - 1) / kPanel / 2;
-  alignas(64) float sums[kTaskRows * kGroup * kPanel];
-  float* ups = sums + rows * kGroup * kPanel;
-  for (int64_t panel = first; panel < first + count; panel += kGroup) {
-    const int64_t own = std::min(kGroup, first + count - panel);
+  const int64_t most = kSizes.most_panels(a.is_gated);
+  alignas(64) float sums[kSizes.sums()];
+  float* ups = sums + rows * kSizes.stride();
+  for (int64_t panel = first; panel < first + count; panel += most) {
+    const int64_t own = std::min(most, first + count - panel);
     product.multiply(row, rows, panel, own, sums);
     if (a.is_gated) product.multiply(row, rows, panel + half, own, ups);
-    write_sums<T>(out, a.bias, sums, ups, row, rows, panel, own);
+    write_sums<T>(out, a.bias, sums, ups, kSizes.stride(), row, rows, panel, own);
   }
 }
 
 // A product in pieces: rows are prepared one by one, and then multiplied by some panels at a time. A piece has
-// at most kTaskRows rows, half as many if it is gated.
+// at most as many rows as kSizes says.
 template <class T>
 class QuantizedTask {
  public:
+  static constexpr PieceSizes kSizes = kQuantizedPieces<T>;
+
   explicit QuantizedTask(const QuantizedLinearArgs& args) : a_(args), inputs_(args), weight_(args) {}
 
   // Writes a row of x to the workspace in the form that products read.
   void prepare(const T* x, int64_t row) const {
+#ifdef __AMX_BF16__
+    if constexpr (is_same<T, bfloat16>) {
+      return copy_steps(a_, weight_, x, bfloat16s() + row * inputs_.tile_stride);
+    }
+#endif
     if (inputs_.are_integers) {
       round_row(a_, weight_, x, integers() + row * inputs_.stride, inputs_.stride,
                 scales() + row * inputs_.blocks, totals() + row * inputs_.blocks);
@@ -165,8 +200,7 @@ class QuantizedTask {
     }
 #ifdef __AVX512BF16__
     if constexpr (is_same<T, bfloat16>) {
-      return widen_ordered(a_, x, reinterpret_cast<bfloat16*>(a_.workspace) + row * inputs_.stride,
-                           inputs_.stride);
+      return widen_ordered(a_, x, bfloat16s() + row * inputs_.stride, inputs_.stride);
     }
 #endif
     widen_ordered(a_, x, reinterpret_cast<float*>(a_.workspace) + row * inputs_.stride, inputs_.stride);
@@ -178,6 +212,12 @@ class QuantizedTask {
   }
 
   void multiply(int64_t row, int64_t rows, int64_t panel, int64_t panels, float* sums) const {
+#ifdef __AMX_BF16__
+    if constexpr (is_same<T, bfloat16>) {
+      return multiply_widened(weight_, bfloat16s() + row * inputs_.tile_stride, inputs_.tile_stride, rows,
+                              panel, panels, sums);
+    }
+#endif
     if (inputs_.are_integers) {
       const IntegerRows own{reinterpret_cast<const int32_t*>(integers() + row * inputs_.stride),
                             inputs_.stride / 2, scales() + row * inputs_.blocks,
@@ -186,7 +226,7 @@ class QuantizedTask {
     }
 #ifdef __AVX512BF16__
     if constexpr (is_same<T, bfloat16>) {
-      const bfloat16* x = reinterpret_cast<const bfloat16*>(a_.workspace) + row * inputs_.stride;
+      const bfloat16* x = bfloat16s() + row * inputs_.stride;
       return multiply_float8(weight_, reinterpret_cast<const int32_t*>(x), inputs_.stride / 2, rows, panel,
                              panels, sums);
     }
@@ -196,6 +236,7 @@ class QuantizedTask {
   }
 
  private:
+  bfloat16* bfloat16s() const { return reinterpret_cast<bfloat16*>(a_.workspace); }
   int16_t* integers() const { return reinterpret_cast<int16_t*>(a_.workspace); }
   float* scales() const { return reinterpret_cast<float*>(a_.workspace + inputs_.scales); }
   int32_t* totals() const { return reinterpret_cast<int32_t*>(a_.workspace + inputs_.totals); }
@@ -209,6 +250,8 @@ class QuantizedTask {
 template <class T>
 class Int8Task {
  public:
+  static constexpr PieceSizes kSizes = kInt8Pieces;
+
   explicit Int8Task(const Int8LinearArgs& args) : a_(args), stride_(int8_stride(args.in_features)) {}
 
   void prepare(const int8_t* q, int64_t row) const {
@@ -221,8 +264,12 @@ class Int8Task {
 
   void multiply(int64_t row, int64_t rows, int64_t panel, int64_t panels, float* sums) const {
     constexpr int64_t kSize = sizeof(Int8Dot::Input);
-    multiply_int8(a_, reinterpret_cast<const int32_t*>(inputs() + row * stride_), stride_ * kSize / 4,
-                  totals() + row, row, rows, panel, panels, sums);
+    const int32_t* x = reinterpret_cast<const int32_t*>(inputs() + row * stride_);
+#ifdef __AMX_BF16__
+    multiply_int8_in_tiles(a_, x, stride_ * kSize / 4, totals() + row, row, rows, panel, panels, sums);
+#else
+    multiply_int8(a_, x, stride_ * kSize / 4, totals() + row, row, rows, panel, panels, sums);
+#endif
   }
 
  private:

@@ -19,6 +19,15 @@ constexpr int kUnpackRows = 4;
 // the same of 8-bit numbers
 constexpr int kInt8Rows = kHasByteDots ? 16 : kLanes == 16 ? 12 : 5;
 
+// How a product is divided: most rows of a task and panels of its sums, and the same of gated products.
+struct PieceSizes {
+  int64_t rows, panels, gated_rows, gated_panels;
+  constexpr int64_t most_rows(bool is_gated) const { return is_gated ? gated_rows : rows; }
+  constexpr int64_t most_panels(bool is_gated) const { return is_gated ? gated_panels : panels; }
+  constexpr int64_t stride() const { return panels * kPanel; }  // of rows of sums
+  constexpr int64_t sums() const { return std::max(rows, 2 * gated_rows) * stride(); }
+};
+
 // A weight's words and the blocks of its inputs.
 struct QuantizedWeight {
   const uint32_t* codes;
@@ -329,22 +338,25 @@ struct Float8Table {
 constexpr Float8Table kFloat8Table;
 constexpr int kFloat8Rows = 8;
 
+// The bfloat16 numbers of pairs of codes; tables: the four registers of kFloat8Table.
+__attribute__((always_inline)) inline __m512bh widen_float8(const __m512i* tables, VecI pair) {
+  const __m512i code = (__m512i)and_i(pair, set1_i(0x007f007f));
+  const __m512i low = _mm512_permutex2var_epi16(tables[0], code, tables[1]);
+  const __m512i high = _mm512_permutex2var_epi16(tables[2], code, tables[3]);
+  const __mmask32 is_high = _mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40));
+  const VecI sign = shift_left<8>(and_i(pair, set1_i(0x00800080)));
+  return reinterpret_cast<__m512bh>((__m512i)or_i((VecI)_mm512_mask_blend_epi16(is_high, low, high), sign));
+}
+
 // sums[kRows][16 of kGroup * 16] = rows of bfloat16 pairs by one panel of float8_e4m3.
 template <int kRows>
 __attribute__((noinline)) void multiply_float8_tile(const QuantizedWeight& weight, const int32_t* x,
                                                     int64_t x_stride, int64_t panel, float* sums) {
   const uint32_t* codes = weight.panel_codes(panel);
-  VecI tables[4];
+  __m512i tables[4];
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) tables[i] = load_i(kFloat8Table.bits + 32 * i);
-  const auto widen = [&](VecI pair) __attribute__((always_inline)) {
-    const __m512i code = (__m512i)and_i(pair, set1_i(0x007f007f));
-    const __m512i low = _mm512_permutex2var_epi16((__m512i)tables[0], code, (__m512i)tables[1]);
-    const __m512i high = _mm512_permutex2var_epi16((__m512i)tables[2], code, (__m512i)tables[3]);
-    const __mmask32 is_high = _mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40));
-    const VecI sign = shift_left<8>(and_i(pair, set1_i(0x00800080)));
-    return reinterpret_cast<__m512bh>((__m512i)or_i((VecI)_mm512_mask_blend_epi16(is_high, low, high), sign));
-  };
+  for (int i = 0; i < 4; ++i) tables[i] = _mm512_load_si512(kFloat8Table.bits + 32 * i);
+  const auto widen = [&](VecI pair) __attribute__((always_inline)) { return widen_float8(tables, pair); };
   weight.for_blocks([&](int64_t group, int64_t block, int64_t begin, int64_t end) {
     // two sums of each row, which do not wait for each other
     VecF acc[kRows][2];
@@ -418,10 +430,11 @@ struct Int8Quads {
     for (int64_t k = 0; k < inputs; ++k) total += q[k];
     __builtin_memcpy(to, q, inputs);
     __builtin_memset(to + inputs, 0, stride - inputs);
-    for (int64_t k = 0; k < stride; k += 4) {
-      const Input second = to[k + 1];
-      to[k + 1] = to[k + 2];
-      to[k + 2] = second;
+    for (int64_t k = 0; k < stride; k += 4 * kLanes) {
+      const VecI quads = load_i(to + k);
+      const VecI second = and_i(shift_left<8>(quads), set1_i(0x00ff0000));
+      const VecI third = and_i(shift_right<8>(quads), set1_i(0x0000ff00));
+      store_i(to + k, or_i(and_i(quads, set1_i(static_cast<int32_t>(0xff0000ffu))), or_i(second, third)));
     }
     return total;
   }
@@ -435,6 +448,29 @@ struct Int8DotOf<true> {
   using type = Int8Quads;
 };
 using Int8Dot = Int8DotOf<kHasByteDots>::type;
+
+// The results of one panel by sums of products with codes, which are the weights + 128.
+class Int8Results {
+ public:
+  Int8Results(const Int8LinearArgs& a, int64_t panel) : a_(a), first_(panel * kPanel) {
+    if (a.q_offsets == nullptr) return;
+    __builtin_memcpy(weight_sums_, a.sums + first_,
+                     std::min<int64_t>(kPanel, a.out_features - first_) * sizeof(int32_t));
+  }
+  // Of kLanes outputs from `lane` on; total: the sum of the row.
+  VecF of(VecI sum, int32_t total, int64_t row, int64_t lane) const {
+    VecI whole = sub_i(sum, set1_i(128 * total));
+    if (a_.q_offsets != nullptr) {
+      whole = sub_i(whole, mul_i(set1_i(a_.q_offsets[row]), load_i(weight_sums_ + lane)));
+    }
+    return to_float(whole) * (set1(a_.q_scales[row]) * load(a_.scales + first_ + lane));
+  }
+
+ private:
+  const Int8LinearArgs& a_;
+  const int64_t first_;
+  alignas(64) int32_t weight_sums_[kPanel] = {};
+};
 
 // sums[kRows][16 of kGroup * 16] = rows from `row` on by one panel; x and totals are those of `row`.
 template <int kRows>
@@ -486,26 +522,15 @@ __attribute__((noinline)) void multiply_int8_tile(const Int8LinearArgs& a, const
     }
   }
   for (; u < words; ++u) add.template operator()<0>(u);
-  alignas(64) int32_t weight_sums[kPanel] = {};
-  const int64_t first = panel * kPanel;
-  if (a.q_offsets != nullptr) {
-    __builtin_memcpy(weight_sums, a.sums + first,
-                     std::min<int64_t>(kPanel, a.out_features - first) * sizeof(int32_t));
-  }
+  const Int8Results results(a, panel);
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
-    const VecI middle = set1_i(128 * totals[r]);  // as codes are the weights + 128
-    const VecI offset = set1_i(a.q_offsets == nullptr ? 0 : a.q_offsets[row + r]);
-    const VecF factor = set1(a.q_scales[row + r]);
 #pragma GCC unroll 4
     for (int v = 0; v < kPanelInts; ++v) {
       VecI sum = acc[r][v][0];
 #pragma GCC unroll 4
       for (int c = 1; c < kChains; ++c) sum = add_i(sum, acc[r][v][c]);
-      const VecI shift = mul_i(offset, load_i(weight_sums + v * kLanes));
-      const VecI total = sub_i(sub_i(sum, middle), shift);
-      store(sums + r * kGroup * kPanel + v * kLanes,
-            to_float(total) * (factor * load(a.scales + first + v * kLanes)));
+      store(sums + r * kGroup * kPanel + v * kLanes, results.of(sum, totals[r], row + r, v * kLanes));
     }
   }
 }
