@@ -20,29 +20,60 @@ from safetensors.torch import load_file, save_file
 from tests.tiny_models import VOCAB_SIZE, draw_weights, save_tokenizer, tiny_root
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS = 128, 192, 4, 2
-_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+_LINEARS += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 # the tensors of one matrix by suffix, and the weight that they mean
 Written = tuple[dict[str, torch.Tensor], torch.Tensor]
 # name of a matrix, its weight [N, K] float32 → what is written of it
 Writer = Callable[[str, torch.Tensor], Written]
 
 
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+# models whose sizes groups of 32 and 64 divide
+_CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    # a Llama with biases behind q, k and v
+    "qwen2": lambda: transformers.Qwen2Config(**_SIZES),
+    "mixtral": lambda: transformers.MixtralConfig(**_SIZES, num_local_experts=6, num_experts_per_tok=2),
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
+        **_SIZES, **_EXPERTS, num_experts=6, shared_expert_intermediate_size=64
+    ),
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(
+        **_SIZES
+        | _EXPERTS
+        | {
+            "num_hidden_layers": 2,
+            "num_key_value_heads": HEADS,
+            "q_lora_rank": 64,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 32,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+        }
+    ),
+}
+
+
 @functools.cache
-def float_model() -> pathlib.Path:
-    """A Llama with biases behind q, k and v whose sizes groups of 32 and 64 divide. Do not write to it."""
-    directory = tiny_root() / "quantizable"
-    config = transformers.Qwen2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=1,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=2,
-    )
+def float_model(name: str = "qwen2") -> pathlib.Path:
+    """A model of `_CONFIGS`. Do not write to it."""
+    directory = tiny_root() / f"quantizable-{name}"
+    config = _CONFIGS[name]()
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     draw_weights(model, seed=20)
     model.save_pretrained(directory)
@@ -55,6 +86,7 @@ def write(
     writer: Writer,
     declared: dict[str, Any] | None,
     *,
+    base: str = "qwen2",
     only: Callable[[str], bool] = lambda _: True,
     head: bool = False,
     more: dict[str, torch.Tensor] | None = None,
@@ -67,6 +99,7 @@ def write(
         directory: where they are made.
         writer: of one matrix.
         declared: config.json's `quantization_config`.
+        base: name of the model, one of `_CONFIGS`.
         only: which of the linear layers are quantized.
         head: whether the LM head is, too.
         more: further tensors of the quantized checkpoint, or others in the place of some.
@@ -75,7 +108,7 @@ def write(
     """
     quantized, meant = directory / "quantized", directory / "meant"
     for path in (quantized, meant):
-        shutil.copytree(float_model(), path)
+        shutil.copytree(float_model(base), path)
     weights = load_file(meant / "model.safetensors")
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in weights.items():
@@ -268,7 +301,9 @@ def smoothquant(qkv: str, out: str, fc1: str, fc2: str, scale: float) -> tuple[W
     return writer, {"more": more, "files": {"quant_config.json": stated}}
 
 
-def modelslim(kind: str, scale: float = 0.04, offset: int = -20, *, has_bits: bool = False) -> tuple[Writer, Any]:
+def modelslim(
+    kind: str, scale: float = 0.04, offset: int = -20, *, has_bits: bool = False, base: str = "qwen2"
+) -> tuple[Writer, Any]:
     """ModelSlim's layout: a writer, and further arguments of `write`.
 
     Args:
@@ -276,8 +311,9 @@ def modelslim(kind: str, scale: float = 0.04, offset: int = -20, *, has_bits: bo
         scale: of inputs of W8A8.
         offset: of inputs of W8A8, and of weights of W8A16.
         has_bits: deq_scale is the bits of a float32 in an int64, as for models in float16.
+        base: name of the model.
     """
-    floats = load_file(float_model() / "model.safetensors")
+    floats = load_file(float_model(base) / "model.safetensors")
     description = {"model_quant_type": kind, "lm_head.weight": "FLOAT"}
 
     def writer(name: str, weight: torch.Tensor) -> Written:

@@ -28,6 +28,7 @@ class BuildContext:
         checkpoint_shapes: of the checkpoint's tensors, by the model's names, for layers with several layouts; empty
             if weights are random.
         checkpoint_dtypes: of those of them whose dtype can be loaded.
+        checkpoint_names: the checkpoint's own names of them, which rules of quantization formats refer to.
 
     Example:
         >>> BuildContext(torch.float32, torch.device("cpu")).parallel.tp_size
@@ -42,3 +43,4 @@ class BuildContext:
     step_state: StepState = dataclasses.field(default_factory=lambda: StepState(0, 0, torch.device("cpu")))
     checkpoint_shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     checkpoint_dtypes: Mapping[str, torch.dtype] = dataclasses.field(default_factory=dict)
+    checkpoint_names: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -5,18 +5,20 @@ Letters: T tokens, H hidden, E experts, C experts that a token uses, I width ins
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
 from ascend_vllm.config.arch import ExpertsConfig
+from ascend_vllm.distributed.parallel_context import Shard
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.base import Layer, Target, WeightSlot
 from ascend_vllm.layers.context import BuildContext
+from ascend_vllm.layers.quantization.expert_weights import MATRICES, QuantizedExpertStack
+from ascend_vllm.layers.quantization.matrix import QuantizedMatrix
+from ascend_vllm.layers.quantization.unquantized import Unquantized
 from ascend_vllm.ops.experts import ExpertStack, route_tokens
-
-# names of gate, up and down in an expert
-_MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 
 class _Transposed:
@@ -38,6 +40,8 @@ class _Transposed:
 
 class Experts(Layer):
     """The experts' weights, stored for the device while they are loaded, and the choice of experts.
+
+    The scheme of the checkpoint's format chooses how they are stored, by the names of the matrices of an expert.
 
     Checkpoints have a matrix per expert, or all of them in `gate_up_proj` and `down_proj`, with outputs or inputs
     first. Tensor parallelism splits the inside of each expert; with `ParallelContext.expert_parallel` a rank holds
@@ -67,26 +71,32 @@ class Experts(Layer):
             raise ModelLoadError(
                 f"config.json: a token cannot use {experts.num_chosen} (num_experts_per_tok) of {available} experts"
             )
-        if not context.quant.has_experts:
-            raise ModelLoadError("quantized mixtures of experts are not supported; serve the unquantised checkpoint")
         self._config = experts
         self._activation = activation
         self._collectives = context.collectives
         parallel = context.parallel
         self._own = parallel.experts(experts.count)
         self._inner = parallel.inside_of_experts(experts.intermediate_size)
-        sizes = (experts.count, self._own.start, self._own.size, hidden_size, self._inner.size)
-        self._stack = ExpertStack(*sizes, context.dtype, context.device)
         self._hidden_size = hidden_size
-        self._slots = self._stacked_slots(context, prefix) or self._single_slots(prefix)
+        self._stack: ExpertStack | QuantizedExpertStack
+        self._matrices: list[Layer] = []
+        first = self._matrix(context, prefix, 0, 0)
+        if isinstance(first.method, Unquantized):
+            sizes = (experts.count, self._own.start, self._own.size, hidden_size, self._inner.size)
+            self._stack = ExpertStack(*sizes, context.dtype, context.device)
+            self._slots = self._dense_slots(context, prefix, self._stack)
+        else:
+            self._stack = QuantizedExpertStack(prefix, self._own.start, self._own.size, hidden_size, self._inner.size)
+            self._slots = []
+            self._matrices = self._quantized_matrices(context, prefix, self._stack)
 
     def slots(self) -> list[WeightSlot]:
-        """Three matrices for each of this rank's experts."""
+        """Three matrices for each of this rank's experts; none if they are layers of their own."""
         return self._slots
 
     def after_load(self) -> None:
         """Converts the weights to the device's format."""
-        self._slots = []
+        self._slots, self._matrices = [], []
         self._stack.finish()
 
     def forward(
@@ -123,38 +133,55 @@ class Experts(Layer):
         result = self._stack(x, ids, weights, self._activation, shared, shared_gate)
         return self._collectives.all_reduce(result)
 
-    def _single_slots(self, prefix: str) -> list[WeightSlot]:
-        """Slots of matrices per expert. Those of other ranks' experts take nothing of them."""
-        width, hidden, start = self._config.intermediate_size, self._hidden_size, self._inner.start
-        shapes = ((width, hidden), (width, hidden), (hidden, width))
+    def _shapes(self) -> tuple[tuple[int, int], ...]:
+        """[N, K] of gate, up and down in the checkpoint."""
+        width, hidden = self._config.intermediate_size, self._hidden_size
+        return (width, hidden), (width, hidden), (hidden, width)
+
+    def _matrix(self, context: BuildContext, prefix: str, expert: int, matrix: int) -> QuantizedMatrix:
+        shape = self._shapes()[matrix]
+        hidden = Shard(0, self._hidden_size)
+        shards = (hidden, self._inner) if matrix == 2 else (self._inner, hidden)
+        return QuantizedMatrix(context, f"{prefix}.{expert}.{MATRICES[matrix]}", shape, *shards)
+
+    def _quantized_matrices(self, context: BuildContext, prefix: str, stack: QuantizedExpertStack) -> list[Layer]:
+        """Layers that load the matrices. Those of other ranks' experts take nothing of them."""
+        matrices: list[Layer] = []
+        for expert in range(self._config.count):
+            index = expert - self._own.start
+            is_own = 0 <= index < self._own.size
+            for number in range(len(MATRICES)):
+                matrix = self._matrix(context, prefix, expert, number)
+                take = functools.partial(stack.put, index, number) if is_own else None
+                matrix.load(take, functools.partial(self._placed, context, prefix, expert, number))
+                matrices.append(matrix)
+        return matrices
+
+    def _placed(self, context: BuildContext, prefix: str, expert: int, matrix: int, slot: WeightSlot) -> WeightSlot:
+        """Where a slot of a matrix is in the checkpoint, which may have the matrices of all experts in one tensor."""
+        gate_up, down = (f"{prefix}.{name}" for name in ("gate_up_proj", "down_proj"))
+        if gate_up not in context.checkpoint_shapes or not slot.name.endswith(".weight"):
+            return slot
+        count, width, hidden = self._config.count, self._config.intermediate_size, self._hidden_size
+        shape = (hidden, width) if matrix == 2 else (2 * width, hidden)
+        # ups are behind gates
+        starts = slot.starts[0] + (width if matrix == 1 else 0), slot.starts[1]
+        target = slot.target
+        if context.checkpoint_shapes[gate_up] != (count, 2 * width, hidden):
+            shape, starts, target = shape[::-1], starts[::-1], _Transposed(target)
+        return WeightSlot(down if matrix == 2 else gate_up, (count, *shape), target, (expert, *starts))
+
+    def _dense_slots(self, context: BuildContext, prefix: str, stack: ExpertStack) -> list[WeightSlot]:
+        """Slots of the matrices' weights. Those of other ranks' experts take nothing of them."""
+        start = self._inner.start
         starts = ((start, 0), (start, 0), (0, start))
         slots = []
         for expert in range(self._config.count):
             index = expert - self._own.start
-            targets: Sequence[Target] = [torch.empty(0, columns) for _, columns in shapes]
+            targets: Sequence[Target] = [torch.empty(0, columns) for _, columns in self._shapes()]
             if 0 <= index < self._own.size:
-                targets = self._stack.targets(index)
-            for name, shape, target, first in zip(_MATRICES, shapes, targets, starts, strict=True):
-                slots.append(WeightSlot(f"{prefix}.{expert}.{name}.weight", shape, target, first))
-        return slots
-
-    def _stacked_slots(self, context: BuildContext, prefix: str) -> list[WeightSlot]:
-        """Slots of the matrices of all experts in one tensor; none if the checkpoint has no such tensors."""
-        names = (f"{prefix}.gate_up_proj", f"{prefix}.down_proj")
-        if names[0] not in context.checkpoint_shapes:
-            return []
-        count, width = self._config.count, self._config.intermediate_size
-        hidden, start = self._hidden_size, self._inner.start
-        gate_up_shape, down_shape = (count, 2 * width, hidden), (count, hidden, width)
-        has_inputs_first = context.checkpoint_shapes[names[0]] != gate_up_shape
-        if has_inputs_first:
-            gate_up_shape, down_shape = (count, hidden, 2 * width), (count, width, hidden)
-        slots = []
-        for index in range(self._own.size):
-            shapes, starts = (gate_up_shape, gate_up_shape, down_shape), ((start, 0), (width + start, 0), (0, start))
-            sources = (names[0], names[0], names[1])
-            for name, shape, rows, first in zip(sources, shapes, self._stack.targets(index), starts, strict=True):
-                target: Target = _Transposed(rows) if has_inputs_first else rows
-                part = first[::-1] if has_inputs_first else first
-                slots.append(WeightSlot(name, shape, target, (self._own.start + index, *part)))
+                targets = stack.targets(index)
+            for matrix, (shape, target, first) in enumerate(zip(self._shapes(), targets, starts, strict=True)):
+                slot = WeightSlot(f"{prefix}.{expert}.{MATRICES[matrix]}.weight", shape, target, first)
+                slots.append(self._placed(context, prefix, expert, matrix, slot))
         return slots

@@ -11,14 +11,14 @@ import torch
 from ascend_vllm.attention.backend import AttentionSpec, LatentSpec, LatentWeights
 from ascend_vllm.config.arch import ArchConfig, LayerPlan, required
 from ascend_vllm.distributed.parallel_context import Shard
-from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.attention import Attention, ForwardContext
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from ascend_vllm.layers.norm import RMSNorm
 from ascend_vllm.layers.quantization.base import Activation, ActivationQuant, LinearOutput
-from ascend_vllm.layers.quantization.unquantized import UnquantizedScheme
+from ascend_vllm.layers.quantization.matrix import QuantizedMatrix, WeightMethod
+from ascend_vllm.layers.quantization.unquantized import Unquantized
 from ascend_vllm.ops.gemm import has_kernel
 from ascend_vllm.ops.latent import pack_heads
 
@@ -35,16 +35,11 @@ class LatentAttention(Layer):
         prefix: name of the module, for example "model.layers.0.self_attn".
         cache_index: of the layer's cache among those of its stage.
         plan: of the decoder layer.
-
-    Raises:
-        ModelLoadError: the checkpoint is quantized.
     """
 
     def __init__(
         self, arch: ArchConfig, context: BuildContext, prefix: str, cache_index: int, plan: LayerPlan
     ) -> None:
-        if not isinstance(context.quant, UnquantizedScheme):
-            raise ModelLoadError("quantized latent attention is not supported; serve the unquantised checkpoint")
         latent = required(arch.latent, "kv_lora_rank")
         heads, head_size = context.parallel.shard(arch.num_heads, "attention heads"), arch.head_size
         row_width = latent.latent_width + latent.rotary_width
@@ -60,8 +55,8 @@ class LatentAttention(Layer):
             self.q_a_layernorm = RMSNorm(context, f"{prefix}.q_a_layernorm", rank, _LATENT_EPS)
             self.q_b_proj = ColumnParallelLinear(context, f"{prefix}.q_b_proj", rank, arch.num_heads * head_size)
         row = LinearOutput(f"{prefix}.kv_a_proj_with_mqa", row_width, Shard(0, row_width))
-        # both that read the hidden states, in one product
-        self.qkv_a_proj = Linear(context, f"{prefix}.qkv_a_proj", [query, row], arch.hidden_size, bias=False)
+        # both that read the hidden states, in one product if they have one format
+        self.a_projs: list[Linear] = _projections(context, prefix, (query, row), arch.hidden_size)
         self.kv_a_layernorm = RMSNorm(context, f"{prefix}.kv_a_layernorm", latent.latent_width, _LATENT_EPS)
         self.o_proj = RowParallelLinear(
             context, f"{prefix}.o_proj", arch.num_heads * latent.value_width, arch.hidden_size
@@ -72,8 +67,16 @@ class LatentAttention(Layer):
             heads.size, per_head, latent.latent_width, dtype=context.dtype, device=context.device
         )
         shape = (arch.num_heads * per_head, latent.latent_width)
-        target = self._kv_b.view(-1, latent.latent_width)
-        self._slots = [WeightSlot(f"{prefix}.kv_b_proj.weight", shape, target, (heads.start * per_head,))]
+        kv_b_rows = Shard(heads.start * per_head, heads.size * per_head)
+        kv_b = QuantizedMatrix(context, f"{prefix}.kv_b_proj", shape, kv_b_rows, Shard(0, latent.latent_width))
+        self._slots: list[WeightSlot] = []
+        self._quantized_kv_b: QuantizedMatrix | None = None
+        if isinstance(kv_b.method, Unquantized):
+            target = self._kv_b.view(-1, latent.latent_width)
+            self._slots = [WeightSlot(f"{kv_b.prefix}.weight", shape, target, (kv_b_rows.start,))]
+        else:
+            kv_b.load(self._take_kv_b)
+            self._quantized_kv_b = kv_b
         self._weights: LatentWeights | None = None
         self._is_packed = has_kernel(context.dtype, context.device)
         self._nope_width = latent.nope_width
@@ -89,11 +92,15 @@ class LatentAttention(Layer):
     @property
     def activation_quant(self) -> ActivationQuant | None:
         """How the norm before attention has to quantize its result; None: not at all."""
-        return self.qkv_a_proj.activation_quant
+        return self.a_projs[0].activation_quant if len(self.a_projs) == 1 else None
 
     def slots(self) -> list[WeightSlot]:
-        """The matrices that make keys and values of latents."""
+        """The matrices that make keys and values of latents, unless they are quantized."""
         return self._slots
+
+    def _take_kv_b(self, method: WeightMethod) -> None:
+        """Attention multiplies queries by these matrices, so that they are kept in the model's dtype."""
+        self._kv_b.view(-1, self._kv_b.shape[2]).copy_(method.panels.dequantized())
 
     def after_load(self) -> None:
         """Makes the forms of these matrices that attention uses, and frees the loaded one."""
@@ -103,7 +110,7 @@ class LatentAttention(Layer):
         else:
             forms = (keys.contiguous(), values.transpose(1, 2).contiguous(), self._kv_b.flatten(0, 1))
         self._weights = LatentWeights(self.kv_a_layernorm.weight, self.kv_a_layernorm.epsilon, *forms)
-        self._slots = []
+        self._slots, self._quantized_kv_b = [], None
         del self._kv_b
 
     def forward(self, x: Activation, context: ForwardContext) -> torch.Tensor:
@@ -114,8 +121,24 @@ class LatentAttention(Layer):
         """
         if self._weights is None:
             raise RuntimeError("latent attention is used before its weights are loaded")
-        first, latent = self.qkv_a_proj.forward(x).split_with_sizes(self.qkv_a_proj.output_sizes, dim=-1)
+        first, latent = [
+            part for proj in self.a_projs for part in proj.forward(x).split_with_sizes(proj.output_sizes, dim=-1)
+        ]
         query = first
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
             query = self.q_b_proj.forward(self.q_a_layernorm.forward(first))
         return self.o_proj.forward(self.attention.forward_latent(query, latent, self._weights, context))
+
+
+def _projections(
+    context: BuildContext, prefix: str, outputs: tuple[LinearOutput, ...], hidden_size: int
+) -> list[Linear]:
+    """Layers of matrices with the same input: one, or one for each if their formats differ."""
+    hidden = Shard(0, hidden_size)
+    kinds = {
+        type(QuantizedMatrix(context, output.name, (output.total, hidden_size), output.shard, hidden).method)
+        for output in outputs
+    }
+    if len(kinds) == 1:
+        return [Linear(context, f"{prefix}.qkv_a_proj", outputs, hidden_size, bias=False)]
+    return [Linear(context, output.name, [output], hidden_size, bias=False) for output in outputs]

@@ -54,6 +54,7 @@ class Linear(Layer):
         self.out_features = sum(self.output_sizes)
         self.checkpoint_shapes = context.checkpoint_shapes
         self.checkpoint_dtypes = context.checkpoint_dtypes
+        self.checkpoint_names = context.checkpoint_names
         self.has_bias = bias
         # [out] in the model's dtype, or None
         self.bias: torch.Tensor | None = None
@@ -263,3 +264,9 @@ class ReplicatedLinear(Linear):
     def __init__(self, context: BuildContext, prefix: str, in_features: int, out_features: int) -> None:
         output = LinearOutput(prefix, out_features, Shard(0, out_features))
         super().__init__(context, prefix, [output], in_features, bias=False)
+
+
+class Router(ReplicatedLinear):
+    """The scores of experts, or the gate of what all tokens use."""
+
+    kind = LayerKind.ROUTER

@@ -28,7 +28,7 @@ from ascend_vllm.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
-    ReplicatedLinear,
+    Router,
     RowParallelLinear,
 )
 from ascend_vllm.layers.norm import LayerNorm, RMSNorm
@@ -160,15 +160,15 @@ class MoE(Layer):
         activation = _GATED_ACTIVATIONS[arch.activation]
         self._is_wide = experts.has_wide_router
         of_router = dataclasses.replace(context, dtype=torch.float32) if self._is_wide else context
-        self.gate = ReplicatedLinear(of_router, f"{prefix}.gate", hidden, experts.count)
+        self.gate = Router(of_router, f"{prefix}.gate", hidden, experts.count)
         self.experts = Experts(context, f"{prefix}.experts", experts, hidden, activation)
         self.shared: GatedMLP | None = None
-        self.shared_gate: ReplicatedLinear | None = None
+        self.shared_gate: Router | None = None
         if experts.shared_size > 0:
             name = f"{prefix}.{experts.shared_name}"
             self.shared = GatedMLP(arch, context, name, intermediate_size=experts.shared_size, adds_ranks=False)
             if experts.has_shared_gate:
-                self.shared_gate = ReplicatedLinear(context, f"{name}_gate", hidden, 1)
+                self.shared_gate = Router(context, f"{name}_gate", hidden, 1)
         self._correction: torch.Tensor | None = None
         self._slots: list[WeightSlot] = []
         if experts.has_correction:

@@ -68,6 +68,7 @@ def load_model(model_config: ModelConfig, load_config: LoadConfig, context: Buil
         checkpoint_dtypes={
             model_class.checkpoint_name(name): dtype for file in files for name, dtype in file.dtypes.items()
         },
+        checkpoint_names={model_class.checkpoint_name(name): name for file in files for name in file.shapes},
     )
     with torch.no_grad():
         model = _build(model_class, model_config, context)

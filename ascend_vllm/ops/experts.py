@@ -175,7 +175,7 @@ def experts_mlp(
         product = _gated(both.to(x.dtype), activation)[:, :inner].to(wide)
         rows = product @ unpack_weight(down[expert], inner, hidden).to(wide).T
         results[tokens, choices] = rows.to(x.dtype)
-    return _weighted_sum(results, weights, shared, shared_gate)
+    return weighted_sum(results, weights, shared, shared_gate)
 
 
 def _gated(both: torch.Tensor, activation: str) -> torch.Tensor:
@@ -186,7 +186,7 @@ def _gated(both: torch.Tensor, activation: str) -> torch.Tensor:
     return (gate * up).to(both.dtype)
 
 
-def _weighted_sum(
+def weighted_sum(
     results: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, shared_gate: torch.Tensor | None
 ) -> torch.Tensor:
     """results [T, C, H] of the experts, and the other arguments of `experts_mlp` → its result [T, H]."""
@@ -253,7 +253,7 @@ def grouped_experts_mlp(
     both = torch.einsum("th,tchi->tci", x.to(wide), gate_up[index].to(wide)).to(x.dtype)
     product = _gated(both, activation).to(wide)
     results = torch.einsum("tci,tcih->tch", product, down[index].to(wide)).to(x.dtype)
-    return _weighted_sum(results, weights * is_own, shared, shared_gate)
+    return weighted_sum(results, weights * is_own, shared, shared_gate)
 
 
 # device type → converts experts' weights [E, N, K] to [E, K, N] in the memory format of that device's products

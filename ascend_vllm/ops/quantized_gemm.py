@@ -175,9 +175,14 @@ class QuantizedPanels:
             self.zeros[rows // PANEL, :, rows % PANEL] = zeros.to(torch.uint8)
 
     def dequantized(self) -> torch.Tensor:
-        """The weight, [N, K] float32."""
+        """The weight, [N, K] float32, with its inputs in the order of x."""
         sizes = (self.in_features, self.out_features, self.group_size)
-        return dequantize(self.codes, self.scales, self.zeros, *sizes, self.code)
+        weight = dequantize(self.codes, self.scales, self.zeros, *sizes, self.code)
+        if self.order is None:
+            return weight
+        # an input that is there twice has a weight of 0 once
+        columns = torch.zeros(self.out_features, int(self.order.max()) + 1)
+        return columns.index_add_(1, self.order, weight)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x: [T, K] float; bias: [N] float32 or None. Returns [T, N]."""
@@ -195,7 +200,7 @@ class QuantizedPanels:
         return self.codes, self.scales, self.zeros, bias, self.order, self.out_features, self.group_size, self.code
 
 
-def _random_panels(
+def random_panels(
     outputs: int, inputs: int, group_size: int, code: str, has_zeros: bool, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Codes, scales and zeros of a weight like that of a trained layer."""
@@ -233,11 +238,11 @@ def _linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             x = x[:, : -(-inputs // 2)]
             order %= x.shape[1]
         for code, has_zeros in (("uint4", False), ("uint4", True), ("uint8", seed % 2 == 0), ("float8_e4m3", False)):
-            panels = _random_panels(outputs, inputs, group_size, code, has_zeros, seed)
+            panels = random_panels(outputs, inputs, group_size, code, has_zeros, seed)
             yield x, *panels, bias, order, outputs, group_size, code
 
 
-def _linear(
+def linear_reference(
     x: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
@@ -248,7 +253,7 @@ def _linear(
     group_size: int,
     code: str,
 ) -> torch.Tensor:
-    """Reference of the products below."""
+    """Reference of `quantized_linear`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     inputs = x if order is None else x[:, order.long()]
     weight = dequantize(codes, scales, zeros, inputs.shape[1], out_features, group_size, code)
@@ -292,7 +297,7 @@ def quantized_linear(
     Returns:
         [T, N], contiguous, dtype of x.
     """
-    return _linear(x, codes, scales, zeros, bias, order, out_features, group_size, code)
+    return linear_reference(x, codes, scales, zeros, bias, order, out_features, group_size, code)
 
 
 def _gated_linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
@@ -304,11 +309,11 @@ def _gated_linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         bias = torch.randn(2 * width, generator=generator) if seed % 2 else None
         x = torch.randn(rows, 3 * inputs, generator=generator).to(dtype)[:, inputs : 2 * inputs]
         for code in CODES:
-            panels = _random_panels(2 * width, inputs, group_size, code, code == "uint4" and seed % 2 == 1, seed)
+            panels = random_panels(2 * width, inputs, group_size, code, code == "uint4" and seed % 2 == 1, seed)
             yield x, *panels, bias, None, 2 * width, group_size, code, list(GATED_ACTIVATIONS)[seed % 3]
 
 
-def _gate(y: torch.Tensor, activation: str) -> torch.Tensor:
+def gated_reference(y: torch.Tensor, activation: str) -> torch.Tensor:
     """Reference of the gated activations."""
     gate, up = y.to(torch.promote_types(y.dtype, torch.float32)).chunk(2, dim=-1)
     act = torch.nn.functional
@@ -348,7 +353,9 @@ def quantized_gated_linear(
     Returns:
         [T, I], contiguous, dtype of x.
     """
-    return _gate(_linear(x, codes, scales, zeros, bias, order, out_features, group_size, code), activation)
+    return gated_reference(
+        linear_reference(x, codes, scales, zeros, bias, order, out_features, group_size, code), activation
+    )
 
 
 def _tokens_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
@@ -358,6 +365,20 @@ def _tokens_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             x[:1] = 0.0
         yield x.to(dtype)[:, inputs:], seed % 2 == 1
         yield x.to(dtype)[:, inputs:] + 0.5, seed % 2 == 0
+
+
+def tokens_reference(x: torch.Tensor, has_offset: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Reference of `quantize_tokens`."""
+    values = x.float()
+    if has_offset:
+        low, high = values.amin(1).clamp(max=0), values.amax(1).clamp(min=0)
+        scales = (high - low) / 255
+        offsets = torch.where(scales > 0, torch.round(-128 - low / scales), 0.0)
+    else:
+        scales = values.abs().amax(1) / 127
+        offsets = torch.zeros_like(scales)
+    q = torch.where(scales[:, None] > 0, torch.round(values / scales[:, None]) + offsets[:, None], 0.0)
+    return q.clamp(-128, 127).to(torch.int8), scales, offsets.to(torch.int32)
 
 
 @define_op(inputs=_tokens_inputs, tolerance=0.0, devices=("cpu",), recordable=True)
@@ -376,21 +397,20 @@ def quantize_tokens(x: torch.Tensor, has_offset: bool) -> tuple[torch.Tensor, to
     Returns:
         q [T, K] int8, scale [T] float32, offset [T] int32.
     """
-    values = x.float()
-    if has_offset:
-        low, high = values.amin(1).clamp(max=0), values.amax(1).clamp(min=0)
-        scales = (high - low) / 255
-        offsets = torch.where(scales > 0, torch.round(-128 - low / scales), 0.0)
-    else:
-        scales = values.abs().amax(1) / 127
-        offsets = torch.zeros_like(scales)
-    q = torch.where(scales[:, None] > 0, torch.round(values / scales[:, None]) + offsets[:, None], 0.0)
-    return q.clamp(-128, 127).to(torch.int8), scales, offsets.to(torch.int32)
+    return tokens_reference(x, has_offset)
 
 
 def _static_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     for seed, (x, _) in enumerate(_tokens_inputs(dtype)):
         yield x, 0.013 * (1 + seed), 7 * (seed % 3)
+
+
+def static_reference(x: torch.Tensor, scale: float, offset: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Reference of `quantize_static`."""
+    scales = torch.full((len(x),), scale, dtype=torch.float32, device=x.device)
+    q = torch.round(x.float() / scales[:, None]) + offset
+    offsets = torch.full((len(x),), offset, dtype=torch.int32, device=x.device)
+    return q.clamp(-128, 127).to(torch.int8), scales, offsets
 
 
 @define_op(inputs=_static_inputs, tolerance=0.0, devices=("cpu",), recordable=True)
@@ -405,10 +425,7 @@ def quantize_static(x: torch.Tensor, scale: float, offset: int) -> tuple[torch.T
     Returns:
         As `quantize_tokens`: q [T, K] int8, scale [T] float32, offset [T] int32.
     """
-    scales = torch.full((len(x),), scale, dtype=torch.float32, device=x.device)
-    q = torch.round(x.float() / scales[:, None]) + offset
-    offsets = torch.full((len(x),), offset, dtype=torch.int32, device=x.device)
-    return q.clamp(-128, 127).to(torch.int8), scales, offsets
+    return static_reference(x, scale, offset)
 
 
 class Int8Panels(QuantizedPanels):
@@ -484,7 +501,7 @@ def _int8_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield q, q_scales, offsets, panels.codes, panels.scales, sums, bias, outputs, dtype
 
 
-def _int8(
+def int8_reference(
     q: torch.Tensor,
     q_scales: torch.Tensor,
     q_offsets: torch.Tensor | None,
@@ -495,7 +512,7 @@ def _int8(
     out_features: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Reference of the products below; the result has the dtype of q_scales if that is wider than float32."""
+    """Reference of `int8_linear`; the result has the dtype of q_scales if that is wider than float32."""
     wide = q_scales.dtype
     weight = unpack_codes(codes, q.shape[1], out_features, 8).double() - 128
     # exact: sums of whole numbers below 2^53
@@ -537,7 +554,7 @@ def int8_linear(
     Returns:
         [T, N], contiguous.
     """
-    return _int8(q, q_scales, q_offsets, codes, scales, sums, bias, out_features, dtype)
+    return int8_reference(q, q_scales, q_offsets, codes, scales, sums, bias, out_features, dtype)
 
 
 def _int8_gated_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
@@ -576,7 +593,9 @@ def int8_gated_linear(
     Returns:
         [T, I], contiguous.
     """
-    return _gate(_int8(q, q_scales, q_offsets, codes, scales, sums, bias, out_features, dtype), activation)
+    return gated_reference(
+        int8_reference(q, q_scales, q_offsets, codes, scales, sums, bias, out_features, dtype), activation
+    )
 
 
 load_native_library()

@@ -262,12 +262,12 @@ def test_ranks_with_whole_experts_generate_what_one_generates(name: str, size: i
 
 
 class _OtherScheme(QuantScheme):
-    def method_for(self, layer: Any) -> Any:
-        raise NotImplementedError
+    def method_for(self, layer: Any) -> Any:  # noqa: ARG002
+        return None
 
 
 def test_formats_without_experts_are_refused() -> None:
     experts = ExpertsConfig(count=2, num_chosen=1, intermediate_size=8)
     quantized = BuildContext(torch.float32, CPU, quant=_OtherScheme())
-    with pytest.raises(ModelLoadError, match="quantized mixtures of experts are not supported"):
+    with pytest.raises(ModelLoadError, match=r"experts\.0\.gate_proj is quantized in another way"):
         Experts(quantized, "experts", experts, 8, "silu")

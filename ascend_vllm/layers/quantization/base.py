@@ -27,6 +27,8 @@ class LayerKind(enum.Enum):
     """Use of a layer's weight; formats do not quantize some kinds."""
 
     LINEAR = "linear"
+    # the choice of experts, which a format must name to quantize it
+    ROUTER = "router"
     LM_HEAD = "lm_head"
     # a table whose rows are looked up
     EMBEDDING = "embedding"
@@ -67,6 +69,7 @@ class LinearLayer(Protocol):
         bias: [out_features] in `dtype`, or None.
         checkpoint_shapes: of the checkpoint's tensors, see `BuildContext`.
         checkpoint_dtypes: their dtypes.
+        checkpoint_names: their names in the checkpoint.
     """
 
     prefix: str
@@ -82,6 +85,7 @@ class LinearLayer(Protocol):
     bias: torch.Tensor | None
     checkpoint_shapes: Mapping[str, tuple[int, ...]]
     checkpoint_dtypes: Mapping[str, torch.dtype]
+    checkpoint_names: Mapping[str, str]
 
 
 class ActivationQuant(abc.ABC):
@@ -154,11 +158,9 @@ class QuantScheme(abc.ABC):
 
     Attributes:
         ignored_weights: tensors of the format that no layer needs, as regular expressions over whole names.
-        has_experts: mixtures of experts may be served, whose weights it does not quantize.
     """
 
     ignored_weights: tuple[str, ...] = ()
-    has_experts: bool = False
 
     @abc.abstractmethod
     def method_for(self, layer: LinearLayer) -> QuantMethod:

@@ -31,6 +31,7 @@ from ascend_vllm.layers.quantization.tensor_parts import (
     packed_size,
     rows_part,
     same,
+    stated_name,
     to_rows,
     unpack_words,
 )
@@ -59,12 +60,12 @@ class CompressedTensorsScheme(QuantScheme):
         self._ignored = [_pattern(entry) for entry in parameters.get("ignore") or ()]
 
     def method_for(self, layer: LinearLayer) -> QuantMethod:
-        if layer.kind not in (LayerKind.LINEAR, LayerKind.LM_HEAD):
+        if layer.kind not in (LayerKind.LINEAR, LayerKind.ROUTER, LayerKind.LM_HEAD):
             return UnquantizedScheme().method_for(layer)
-        groups = [self._group_of(output.name) for output in layer.outputs]
+        groups = [self._group_of(stated_name(layer, output)) for output in layer.outputs]
         quantized = is_quantized(layer, ".weight_scale")
         if quantized is None:
-            quantized = groups[0] is not None
+            quantized = groups[0] is not None and layer.kind is not LayerKind.ROUTER
         if not quantized:
             return UnquantizedScheme().method_for(layer)
         # a family of models may have other names than its checkpoints

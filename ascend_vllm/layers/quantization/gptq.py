@@ -24,6 +24,7 @@ from ascend_vllm.layers.quantization.tensor_parts import (
     packed_range,
     packed_size,
     same,
+    stated_name,
     unpack_words,
 )
 from ascend_vllm.layers.quantization.unquantized import UnquantizedScheme
@@ -51,7 +52,7 @@ class GptqScheme(QuantScheme):
         ]
 
     def method_for(self, layer: LinearLayer) -> QuantMethod:
-        overrides = [self._overrides(output.name) for output in layer.outputs]
+        overrides = [self._overrides(stated_name(layer, output)) for output in layer.outputs]
         if not same(overrides):
             raise ModelLoadError(f"GPTQ's `dynamic` has different rules for the matrices of {layer.prefix}")
         quantized = is_quantized(layer, ".qweight")

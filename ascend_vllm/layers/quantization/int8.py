@@ -123,7 +123,8 @@ class Int8Linear(QuantMethod):
     def __init__(self, matrix_format: Int8Format) -> None:
         self._format = matrix_format
         self._rounding = _Rounding(matrix_format.has_offsets)
-        self._uses_offsets = matrix_format.has_offsets
+        # whether products subtract the offsets of inputs
+        self.uses_offsets = matrix_format.has_offsets
         self._loading: list[dict[str, KeptPart]] = []
         self._panels: Int8Panels | None = None
 
@@ -164,34 +165,45 @@ class Int8Linear(QuantMethod):
         statics = [matrix.inputs for matrix in matrices if matrix.inputs is not None]
         if statics:
             subtracts = matrices[0].subtracts_offset
-            self._rounding.static = _joined(layer.prefix, statics, subtracts_offset=subtracts)
-            self._uses_offsets = self._rounding.static.offset != 0 and subtracts
+            self._rounding.static = joined_scale(layer.prefix, statics, subtracts_offset=subtracts)
+            self.uses_offsets = self._rounding.static.offset != 0 and subtracts
         biases = [matrix.bias for matrix in matrices if matrix.bias is not None]
         if biases:
             layer.bias = torch.cat(biases)
         elif layer.bias is not None:
             layer.bias = layer.bias.float()
 
+    @property
+    def panels(self) -> Int8Panels:
+        """The loaded weight.
+
+        Raises:
+            RuntimeError: it is not loaded.
+        """
+        if self._panels is None:
+            raise RuntimeError("a weight is used before it is loaded")
+        return self._panels
+
+    @property
+    def static(self) -> StaticScale | None:
+        """How inputs are rounded, if the checkpoint says it; known when the weight is loaded."""
+        return self._rounding.static
+
     def apply(self, layer: LinearLayer, x: Activation) -> torch.Tensor:
         q, scales, offsets = self._rounded(x)
-        return self._weight(layer).product(q, scales, offsets, layer.bias, layer.dtype)
+        return self.panels.product(q, scales, offsets, layer.bias, layer.dtype)
 
     def apply_gated(self, layer: LinearLayer, x: Activation, activation: str) -> torch.Tensor:
         """x [T, in] → [T, out/2] without storing the product."""
         q, scales, offsets = self._rounded(x)
-        return self._weight(layer).gated_product(q, scales, offsets, layer.bias, layer.dtype, activation)
+        return self.panels.gated_product(q, scales, offsets, layer.bias, layer.dtype, activation)
 
     def _rounded(self, x: Activation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         q, scales, offsets = x if isinstance(x, tuple) else self._rounding.quantize(x)
-        return q, scales, offsets if self._uses_offsets else None
-
-    def _weight(self, layer: LinearLayer) -> Int8Panels:
-        if self._panels is None:
-            raise RuntimeError(f"{layer.prefix} is used before its weights are loaded")
-        return self._panels
+        return q, scales, offsets if self.uses_offsets else None
 
 
-def _joined(prefix: str, statics: Sequence[StaticScale], *, subtracts_offset: bool) -> StaticScale:
+def joined_scale(prefix: str, statics: Sequence[StaticScale], *, subtracts_offset: bool) -> StaticScale:
     """One scale for inputs that several matrices read: of the range that all of theirs span.
 
     Raises:

@@ -18,7 +18,7 @@ from ascend_vllm.config.quantization import QuantizationConfig
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.quantization.base import LayerKind, LinearLayer, LinearOutput, QuantMethod, QuantScheme
 from ascend_vllm.layers.quantization.int8 import Int8Format, Int8Linear, Int8Matrix, StaticScale, byte_parts
-from ascend_vllm.layers.quantization.tensor_parts import TensorPart, number_part, rows_part, to_rows
+from ascend_vllm.layers.quantization.tensor_parts import TensorPart, number_part, rows_part, stated_name, to_rows
 from ascend_vllm.layers.quantization.unquantized import UnquantizedScheme
 from ascend_vllm.layers.quantization.weight_only import CodedMatrix, MatrixFormat, WeightOnlyLinear
 
@@ -41,7 +41,7 @@ class ModelSlimScheme(QuantScheme):
         self._description: dict[str, str] = description
 
     def method_for(self, layer: LinearLayer) -> QuantMethod:
-        kinds = {self._description.get(f"{output.name}.weight", _FLOAT) for output in layer.outputs}
+        kinds = {self._description.get(f"{stated_name(layer, output)}.weight", _FLOAT) for output in layer.outputs}
         if len(kinds) > 1:
             raise ModelLoadError(
                 f"Detected some but not all shards of {layer.prefix} are quantized. All shards of fused layers to "

@@ -81,7 +81,6 @@ class QuantizedHeadScheme(QuantScheme):
     def __init__(self, scheme: QuantScheme) -> None:
         self._scheme = scheme
         self.ignored_weights = scheme.ignored_weights
-        self.has_experts = scheme.has_experts
 
     def method_for(self, layer: LinearLayer) -> QuantMethod:
         method = self._scheme.method_for(layer)

@@ -126,6 +126,19 @@ def is_quantized(layer: LinearLayer, suffix: str) -> bool | None:
     return found.pop()
 
 
+# last parts of names of tensors that hold a matrix
+_MATRICES = (".weight", ".qweight", ".weight_packed")
+
+
+def stated_name(layer: LinearLayer, output: LinearOutput) -> str:
+    """The checkpoint's own name of a matrix, which rules of a format refer to."""
+    for suffix in _MATRICES:
+        name = layer.checkpoint_names.get(output.name + suffix)
+        if name is not None and name.endswith(suffix):
+            return name.removesuffix(suffix)
+    return output.name
+
+
 def packed_size(count: int, bits: int) -> int:
     """Words of so many values."""
     return -(-count * bits // _WORD)

@@ -85,8 +85,6 @@ class UnquantizedTable(QuantMethod):
 class UnquantizedScheme(QuantScheme):
     """Every layer is unquantized."""
 
-    has_experts = True
-
     def method_for(self, layer: LinearLayer) -> QuantMethod:
         """Makes a method that stores weights for products or look-ups."""
         if layer.kind is LayerKind.EMBEDDING:

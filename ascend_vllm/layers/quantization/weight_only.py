@@ -107,6 +107,17 @@ class WeightOnlyLinear(QuantMethod):
         joined = [matrices] if agree else [[matrix] for matrix in matrices]
         self._blocks = [pack_matrices(part, self._format.code) for part in joined]
 
+    @property
+    def panels(self) -> QuantizedPanels:
+        """The loaded weight of a layer of one matrix.
+
+        Raises:
+            RuntimeError: it is not loaded, or there are several matrices that group their inputs differently.
+        """
+        if len(self._blocks) != 1:
+            raise RuntimeError("a weight is used before it is loaded")
+        return self._blocks[0]
+
     def apply(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
         if len(self._blocks) == 1:
             return self._blocks[0](x, layer.bias)

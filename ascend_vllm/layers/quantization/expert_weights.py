@@ -1,0 +1,98 @@
+"""Quantized experts: each matrix is loaded by the method of its format, and then copied to a stack of them.
+
+Letters: T tokens, H hidden, E experts, C experts that a token uses, I width inside an expert.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ascend_vllm.errors import ModelLoadError
+from ascend_vllm.layers.quantization.int8 import Int8Linear, StaticScale, joined_scale
+from ascend_vllm.layers.quantization.matrix import WeightMethod
+from ascend_vllm.ops.experts import gated_rows
+from ascend_vllm.ops.gemm import PANEL
+from ascend_vllm.ops.quantized_experts import PanelStack, int8_experts_mlp, quantized_experts_mlp
+
+# names of gate, up and down in an expert
+MATRICES = ("gate_proj", "up_proj", "down_proj")
+
+
+class QuantizedExpertStack:
+    """Gate, up and down of some experts in 8 or 4 bits, as `ops.experts.ExpertStack`.
+
+    Args:
+        prefix: name of the experts, for messages.
+        first_expert: id of the first one here.
+        size: how many are here.
+        hidden_size: H.
+        inner_size: I.
+    """
+
+    def __init__(self, prefix: str, first_expert: int, size: int, hidden_size: int, inner_size: int) -> None:
+        self._prefix = prefix
+        self._first_expert = first_expert
+        self._size = size
+        self._inner_size = inner_size
+        # where the ups begin
+        self._half = gated_rows(inner_size) // PANEL
+        self._gate_up = PanelStack(size, 2 * self._half)
+        self._down = PanelStack(size, -(-hidden_size // PANEL))
+        self._has_offsets = False
+        # of inputs with measured scales, by the part (0: gate and up, 1: down) and the expert
+        self._scales: dict[tuple[int, int], StaticScale] = {}
+        # [E, 2] of both parts, scales and offsets; None: each row has its own
+        self._measured: list[torch.Tensor | None] = [None, None]
+
+    def put(self, index: int, matrix: int, method: WeightMethod) -> None:
+        """Takes a loaded matrix.
+
+        Args:
+            index: of the expert among those here.
+            matrix: 0, 1 or 2: gate, up or down.
+            method: of the matrix.
+
+        Raises:
+            ModelLoadError: it is not like those before.
+        """
+        stack = self._down if matrix == 2 else self._gate_up
+        try:
+            stack.put(index, self._half if matrix == 1 else 0, method.panels)
+        except ValueError as error:
+            raise ModelLoadError(f"{self._prefix}: {error}") from error
+        if not isinstance(method, Int8Linear):
+            return
+        self._has_offsets |= method.uses_offsets
+        if method.static is not None:
+            place = matrix // 2, index
+            scales = [self._scales.get(place, method.static), method.static]
+            self._scales[place] = joined_scale(self._prefix, scales, subtracts_offset=True)
+
+    def finish(self) -> None:
+        """Called when all matrices are here."""
+        for part in range(2) if self._scales else ():
+            scales = [self._scales[part, index] for index in range(self._size)]
+            self._measured[part] = torch.tensor([(scale.scale, float(scale.offset)) for scale in scales])
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        activation: str,
+        shared: torch.Tensor | None,
+        shared_gate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `ops.experts.experts_mlp`; returns [T, H]."""
+        gate_up, down = self._gate_up, self._down
+        rest = (self._inner_size, activation, self._first_expert, shared, shared_gate)
+        result: torch.Tensor
+        if gate_up.sums is not None:
+            parts = [
+                (stack.codes, stack.scales, stack.sums if self._has_offsets else None, measured)
+                for stack, measured in zip((gate_up, down), self._measured, strict=True)
+            ]
+            result = int8_experts_mlp(x, ids, weights, *parts[0], *parts[1], *rest)
+        else:
+            result = quantized_experts_mlp(x, ids, weights, *gate_up.arguments(), *down.arguments(), *rest)
+        return result
