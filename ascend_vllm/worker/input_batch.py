@@ -19,6 +19,7 @@ import torch
 
 from ascend_vllm.attention.backend import NO_STATE, ForwardBatch
 from ascend_vllm.layers.step_state import StepState
+from ascend_vllm.ops.decode_inputs import DecodeInputs
 from ascend_vllm.types.step import PADDING_TOKEN, REJECTED_TOKEN, NewRow, SchedulerOutput
 from ascend_vllm.worker.row_state import RowState
 from ascend_vllm.worker.sampling.columns import Int64Array, SamplingColumns, ragged_arange
@@ -169,8 +170,13 @@ class InputBatch:
         # [M] int64, host: drafts after them, in `token_ids`, that the current step computes; None: no row has any
         self.num_drafts: Int64Array | None = None
         self.sampling = SamplingColumns(num_slots, vocab_size)
-        # 0, 1, … M: query_start of decoding rows
+        # 0, 1, … M: query_start and logits_indices of decoding rows
         self._starts_of_one_each = np.arange(num_slots + 1, dtype=np.int32)
+        self._every_row = np.arange(num_slots)
+        self._decode_inputs: DecodeInputs | None = None
+        if DecodeInputs.is_available():
+            columns = (self.num_blocks, self.num_computed_tokens, self.num_tokens)
+            self._decode_inputs = DecodeInputs(self.token_ids, self.block_table, *columns, block_size)
 
     def apply(self, step: SchedulerOutput) -> None:
         """Updates the slots by a step's diff.
@@ -201,9 +207,16 @@ class InputBatch:
             slots: [R], each at most once.
             num_scheduled: [R] tokens of each, 1 or more, all of them known or drafts.
 
+        Returns:
+            The batch, valid until the next one is built.
+
         Raises:
             ValueError: a row is to compute more tokens than it has, or than its blocks hold.
         """
+        if self._decode_inputs is not None and self.num_drafts is None and len(slots) == num_scheduled.sum():
+            max_seq_len = self._decode_inputs.gather(slots)
+            if max_seq_len > 0:
+                return self._decoding_batch(self._decode_inputs, slots, num_scheduled, max_seq_len)
         computed, known = self._lengths.take(slots, axis=1)
         if self.num_drafts is not None:
             known = known + self.num_drafts[slots]
@@ -238,6 +251,27 @@ class InputBatch:
             sampling_slots=slots[samples],
             num_places=num_places,
             max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            row_values=None if self.row_state.is_empty else self.row_state.gather(slots, num_scheduled),
+            row_state=self.row_state,
+        )
+
+    def _decoding_batch(
+        self, inputs: DecodeInputs, slots: Int64Array, num_scheduled: Int64Array, max_seq_len: int
+    ) -> HostBatch:
+        """The batch of rows that compute their last tokens, whose inputs have been gathered."""
+        num_rows = len(slots)
+        return HostBatch(
+            input_ids=inputs.input_ids[:num_rows],
+            positions=inputs.positions[:num_rows],
+            slot_mapping=inputs.slot_mapping[:num_rows],
+            query_start=self._starts_of_one_each[: num_rows + 1],
+            seq_lens=inputs.seq_lens[:num_rows],
+            block_table=inputs.block_table[:num_rows, : -(-max_seq_len // self.block_size)],
+            logits_indices=self._every_row[:num_rows],
+            sampling_slots=slots,
+            num_places=None,
+            max_query_len=1,
             max_seq_len=max_seq_len,
             row_values=None if self.row_state.is_empty else self.row_state.gather(slots, num_scheduled),
             row_state=self.row_state,

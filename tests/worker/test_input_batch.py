@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ascend_vllm.ops.decode_inputs import DecodeInputs
+from ascend_vllm.ops.native import load_native_library
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import NewRow, SchedulerOutput
 from ascend_vllm.worker.input_batch import HostBatch, InputBatch
@@ -74,10 +77,19 @@ def check(batch: HostBatch, rows: dict[int, PlainRow], slots: list[int], counts:
         assert found[:used].tolist() == rows[slot].blocks[:used]
 
 
+def make_batch(is_native: bool) -> InputBatch:
+    """Slots whose decoding steps are gathered by the native call, or by numpy."""
+    if is_native and not load_native_library():
+        pytest.skip("no library")
+    with mock.patch.object(DecodeInputs, "is_available", return_value=is_native):
+        return InputBatch(NUM_SLOTS, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("is_native", [True, False])
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_any_run_of_steps_builds_the_plain_batches(data: st.DataObject) -> None:
-    batch = InputBatch(NUM_SLOTS, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE)
+def test_any_run_of_steps_builds_the_plain_batches(is_native: bool, data: st.DataObject) -> None:
+    batch = make_batch(is_native)
     rows: dict[int, PlainRow] = {}
     next_block = 1
     for _ in range(data.draw(st.integers(1, 12), label="steps")):
@@ -162,6 +174,22 @@ def test_a_step_that_does_not_fit_says_which_row(scheduled: int, words: str) -> 
     batch.apply(step_of(new_rows=[new_row(1, tokens, [7], computed)]))
     with pytest.raises(ValueError, match=f"slot 1: .*{words}"):
         batch.build(np.array([1]), np.array([scheduled]))
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_a_decoding_row_without_a_block_is_refused(is_native: bool) -> None:
+    batch = make_batch(is_native)
+    batch.apply(step_of(new_rows=[new_row(0, [1], [5]), new_row(2, [1] * 9, [7], 8)]))
+    with pytest.raises(ValueError, match=r"slot 2: .*1 blocks of 8"):
+        batch.build(np.array([0, 2]), np.array([1, 1]))
+
+
+def test_one_token_of_a_longer_prompt_is_no_decoding_step() -> None:
+    batch = make_batch(is_native=True)
+    batch.apply(step_of(new_rows=[new_row(0, [1], [5]), new_row(2, [3, 4], [7])]))
+    built = batch.build(np.array([0, 2]), np.array([1, 1]))
+    assert built.input_ids.tolist() == [1, 3]
+    assert built.sampling_slots.tolist() == [0]
 
 
 def test_a_row_longer_than_a_slot_is_refused() -> None:
