@@ -17,6 +17,7 @@ from ascend_vllm.args.hf_checks import GENERATION, check_fields, check_hf_config
 from ascend_vllm.args.quantization_files import float_architecture, stated_quantization
 from ascend_vllm.config.arch import rope_by_kind
 from ascend_vllm.config.hf_defaults import DEFAULTS, SPELLINGS, WITH_CODE, WITHOUT_ROPE
+from ascend_vllm.config.quantization import ADVICE
 from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.model_files import is_there, needs_trust, one_line, read_json, shown
 
@@ -60,6 +61,8 @@ def find_directory(
             )
         return str(path)
     if path.exists():
+        if path.suffix == ".gguf":
+            raise ConfigError(f"{flag} {name}: {ADVICE['gguf']}.")
         raise ConfigError(f"{flag} {name} is a file; give the directory it is in.")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or not name:
         raise ConfigError(f"{flag} {name!r}: there is no such directory.")

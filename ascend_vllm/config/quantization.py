@@ -34,6 +34,9 @@ SCHEMES: dict[str, str] = {
 }
 # --quantization → other names in checkpoints that it agrees with
 CONFIRMS: dict[str, tuple[str, ...]] = {
+    # vLLM's kernels of GPUs for the same checkpoints: no contradiction, but refused with ADVICE
+    "awq_marlin": ("awq",),
+    "gptq_marlin": ("gptq",),
     "smoothquant": ("smooth_quant",),
     "smooth_quant": ("smoothquant",),
     "weight_only_int8": ("compressed-tensors", "int8_per_channel_weight_only"),
@@ -51,7 +54,7 @@ ADVICE: dict[str, str] = {
     "exl2": _CONVERT,
     "exl3": _CONVERT,
     "experts_int8": _CONVERT,
-    "gguf": "a GGUF file is for llama.cpp; serve the model's directory in Hugging Face layout",
+    "gguf": "GGUF files are for llama.cpp; serve the model's directory in Hugging Face layout",
     "gptq_marlin": "its layout is of GPUs; GPTQ checkpoints are served as --quantization gptq, or without the flag",
     "gptq_marlin_24": _CONVERT,
     "hqq": _CONVERT,

@@ -20,6 +20,7 @@ import safetensors
 import torch
 
 from ascend_vllm.config.model import LoadConfig
+from ascend_vllm.config.quantization import ADVICE
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.model_files import check_file, is_there, one_line, read_json, shown
 
@@ -258,7 +259,8 @@ def open_checkpoint(model: str, load_config: LoadConfig) -> list[WeightFile]:
         if paths:
             return [weight_format.file_class(path) for path in paths]
     wanted = ", ".join(pattern for weight_format in formats for pattern in weight_format.patterns)
-    raise ModelLoadError(f"{model}: no weight files found (looked for {wanted})")
+    advice = f"; {ADVICE['gguf']}" if any(directory.glob("*.gguf")) else ""
+    raise ModelLoadError(f"{model}: no weight files found (looked for {wanted}){advice}")
 
 
 def _find(directory: pathlib.Path, weight_format: _Format, ignore_patterns: tuple[str, ...]) -> list[pathlib.Path]:

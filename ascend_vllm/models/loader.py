@@ -34,6 +34,13 @@ from ascend_vllm.models.registry import resolve_model_class
 
 logger = init_logger(__name__)
 
+# of tensors' names in quantized checkpoints
+_QUANTIZED_SUFFIXES = (
+    *(".qweight", ".qzeros", ".scales", ".g_idx"),
+    *(".weight_packed", ".weight_shape", ".weight_scale", ".weight_scale_inv", ".weight_offset"),
+    *(".dequant_scale", ".deq_scale", ".quant_bias"),
+)
+
 # half the width of the uniform distribution of dummy weights; its standard deviation is 0.02
 _DUMMY_RANGE = 0.02 * 3**0.5
 
@@ -177,7 +184,10 @@ def _check_contents(
             for slot in slots.get(name, []):
                 _check_tensor(file, raw_name, shape, slot)
             if name not in slots and not any(re.fullmatch(pattern, name) for pattern in model.ignored_weights):
-                raise ModelLoadError(f"{file.path}: tensor {raw_name} is not part of {model_config.architecture}")
+                raise ModelLoadError(
+                    f"{file.path}: tensor {raw_name} is not part of {model_config.architecture}"
+                    f"{_advice(name, model_config)}"
+                )
     missing = [name for name in slots if name not in file_of]
     if missing:
         where = files[0].path if len(files) == 1 else files[0].path.parent
@@ -185,6 +195,16 @@ def _check_contents(
         raise ModelLoadError(
             f"{where}: tensor {missing[0]} of shape {list(slots[missing[0]][0].shape)} is missing{others}"
         )
+
+
+def _advice(name: str, model_config: ModelConfig) -> str:
+    """What to do about a tensor that only quantized checkpoints have."""
+    if model_config.arch.quantization is not None or not name.endswith(_QUANTIZED_SUFFIXES):
+        return ""
+    return (
+        "; the checkpoint is quantized, but neither config.json (quantization_config) nor a file beside it "
+        "(quantize_config.json, quant_config.json, quant_model_description.json) says how"
+    )
 
 
 def _check_tensor(file: WeightFile, name: str, shape: tuple[int, ...], slot: WeightSlot) -> None:

@@ -350,10 +350,11 @@ def test_missing_files(tmp_path: pathlib.Path) -> None:
         config_of("/no/such/dir")
     with pytest.raises(ModelLoadError, match=r"has no config\.json"):
         config_of(str(tmp_path))
-    file = tmp_path / "model.gguf"
-    file.write_text("")
-    with pytest.raises(ConfigError, match="is a file; give the directory it is in"):
-        config_of(str(file))
+    for name, words in (("model.bin", "is a file; give the directory it is in"), ("q4.gguf", "files are for llama")):
+        file = tmp_path / name
+        file.write_text("")
+        with pytest.raises(ConfigError, match=words):
+            config_of(str(file))
 
 
 def test_hub_model_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

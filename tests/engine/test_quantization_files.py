@@ -71,6 +71,9 @@ def test_broken_files_are_named(tmp_path: pathlib.Path) -> None:
         ("smoothquant", "smooth_quant", True),
         ("smoothquant", "compressed-tensors", False),
         ("weight_only_int8", "compressed-tensors", True),
+        ("awq_marlin", "awq", True),
+        ("gptq_marlin", "gptq", True),
+        ("gptq_marlin", "awq", False),
     ],
 )
 def test_the_flag_confirms_or_contradicts(requested: str | None, stated: str | None, agrees: bool) -> None:

@@ -173,6 +173,8 @@ def test_no_directory(checkpoint: pathlib.Path) -> None:
 def test_no_weight_files(checkpoint: pathlib.Path, load_format: str, wanted: str) -> None:
     (checkpoint / "model.safetensors").unlink()
     _refused(checkpoint, str(checkpoint), "no weight files", wanted, load_format=load_format)
+    (checkpoint / "q4.gguf").write_bytes(b"GGUF")
+    _refused(checkpoint, wanted, "GGUF files are for llama.cpp", load_format=load_format)
 
 
 def test_arrays_are_kept_beside_the_checkpoint(tmp_path: pathlib.Path) -> None:

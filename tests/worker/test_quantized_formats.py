@@ -520,6 +520,12 @@ def test_flags_need_a_checkpoint_of_the_format() -> None:
             LLM(str(formats.float_model()), quantization=method, max_model_len=64, kv_cache_memory_bytes="8M")
 
 
+def test_a_checkpoint_that_does_not_say_how_it_is_quantized(tmp_path: pathlib.Path) -> None:
+    quantized, _ = formats.write(tmp_path, formats.awq(64), None)
+    with pytest.raises(ModelLoadError, match=r"qweight is not part of Qwen2ForCausalLM; the checkpoint is quantized"):
+        load(make_model_config(quantized))
+
+
 def test_devices_without_products_of_quantized_weights() -> None:
     scheme = AwqScheme(QuantizationConfig("awq", AWQ | {"group_size": 64}))
     context = BuildContext(torch.float32, torch.device("meta"), quant=scheme)
