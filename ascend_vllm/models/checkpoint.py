@@ -11,12 +11,12 @@ import dataclasses
 import fnmatch
 import json
 import math
+import mmap
 import pathlib
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import safetensors
 import torch
 
 from ascend_vllm.config.model import LoadConfig
@@ -35,9 +35,6 @@ _INTEGERS = {"U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": tor
 # the header of a safetensors file starts with its length in 8 bytes, and may have at most this many
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
-# bytes that are mapped at once, or one tensor: pages count as memory of the process while they are mapped, and a rank
-# needs only a part of the file
-_MAPPED_BYTES = 32 << 20
 
 
 class WeightFile(abc.ABC):
@@ -63,6 +60,9 @@ class WeightFile(abc.ABC):
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the named tensors, on the CPU, each valid until the next one."""
 
+    def release(self) -> None:  # noqa: B027 - a file may have nothing to give back
+        """Gives the system back the memory of what was read; the last tensor is read again when it is needed."""
+
     def corrupt(self, why: object) -> ModelLoadError:
         """The error for a damaged file; `why` is cut to its first line."""
         return ModelLoadError(f"{self.path}: the file is damaged or incomplete: {one_line(why)}")
@@ -79,19 +79,20 @@ class SafetensorsFile(WeightFile):
 
     def __init__(self, path: pathlib.Path) -> None:
         super().__init__(path)
-        self._num_bytes: dict[str, int] = {}
+        self._places: dict[str, tuple[int, int]] = {}
+        self._pages = mmap.mmap(-1, 1)
         header, data_bytes = self._read_header()
+        self._data_start = path.stat().st_size - data_bytes
         metadata = header.pop("__metadata__", None)
         is_table = isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
         if metadata is not None and not is_table:
             raise self.corrupt("__metadata__ in its header is no object of texts")
-        places = {name: self._place(name, entry) for name, entry in header.items()}
+        self._places = {name: self._place(name, entry) for name, entry in header.items()}
         last, last_end = "", 0
-        for name, (start, end) in sorted(places.items(), key=lambda item: item[1]):
+        for name, (start, end) in sorted(self._places.items(), key=lambda item: item[1]):
             if start < last_end:
                 raise self.corrupt(f"tensor {name} overlaps {last}")
             self.shapes[name] = self._check_entry(name, header[name], end - start)
-            self._num_bytes[name] = end - start
             last, last_end = name, end
         if last_end != data_bytes:
             raise self.corrupt(f"its tensors end at byte {last_end} of the data, which has {data_bytes}")
@@ -145,27 +146,32 @@ class SafetensorsFile(WeightFile):
         return tuple(shape)
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightFile.tensors`; those with a dtype that can be loaded."""
         try:
-            for batch in self._batches(names):
-                with safetensors.safe_open(str(self.path), framework="pt") as file:
-                    for name in batch:
-                        yield name, file.get_tensor(name)
-        except safetensors.SafetensorError as error:
-            raise self.corrupt(error) from error
-
-    def _batches(self, names: Iterable[str]) -> Iterator[list[str]]:
-        """Splits names into batches of tensors to map together."""
-        batch: list[str] = []
-        num_bytes = 0
+            with self.path.open("rb") as file:
+                # private: writing to a tensor does not change the file
+                self._pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise ModelLoadError(f"{self.path}: cannot be read: {error.strerror}") from error
         for name in names:
-            size = self._num_bytes[name]
-            if batch and num_bytes + size > _MAPPED_BYTES:
-                yield batch
-                batch, num_bytes = [], 0
-            batch.append(name)
-            num_bytes += size
-        if batch:
-            yield batch
+            tensor = self._view(name)
+            yield name, tensor
+            self.release()
+
+    def _view(self, name: str) -> torch.Tensor:
+        """A tensor in the mapped file."""
+        shape, dtype = self.shapes[name], self.dtypes[name]
+        start, end = self._places[name]
+        count = math.prod(shape)
+        if end - start != count * dtype.itemsize:
+            raise self.corrupt(f"tensor {name} of shape {shown(shape)} has {end - start} bytes")
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._pages, dtype=dtype, count=count, offset=self._data_start + start).view(shape)
+
+    def release(self) -> None:
+        """See `WeightFile.release`: pages that were read, and their neighbours, count as memory of the process."""
+        self._pages.madvise(mmap.MADV_DONTNEED)
 
 
 class TorchFile(WeightFile):

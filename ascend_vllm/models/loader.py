@@ -1,8 +1,8 @@
 """Builds a model and fills it with weights.
 
 Names and shapes are first checked against the files' tables of contents. Then tensors are copied one by one from the
-mapped files, and a layer is packed as soon as its last tensor is loaded, which frees its loaded form: memory stays
-near the model's size.
+mapped files, whose pages are given back at once, and a layer is packed as soon as its last tensor is loaded, which
+frees its loaded form: memory stays at the model's size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pathlib
 import re
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import torch
@@ -135,17 +135,26 @@ class _Unfilled:
                 self.slots.setdefault(slot.name, []).append(slot)
                 self._owners[slot] = layer
 
-    def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Fills the slots of one name, and calls `after_load` of layers without unfilled slots."""
-        for layer in [self._fill_slot(slot, tensor) for slot in self.slots.pop(name)]:
+    def fill(
+        self, name: str, tensor: torch.Tensor, finish_part: Callable[[torch.Tensor], None] = lambda _: None
+    ) -> None:
+        """Fills the slots of one name, and calls `after_load` of layers without unfilled slots.
+
+        Args:
+            name: of the tensor in the checkpoint.
+            tensor: what it contains.
+            finish_part: called with the part of the tensor that a slot has read, at once.
+        """
+        layers = []
+        for slot in self.slots.pop(name):
+            slot.fill(tensor)
+            finish_part(slot.part(tensor))
+            layers.append(self._owners.pop(slot))
+        for layer in layers:
             self._num_missing[layer] -= 1
             if self._num_missing[layer] == 0:
                 del self._num_missing[layer]
                 layer.after_load()
-
-    def _fill_slot(self, slot: WeightSlot, tensor: torch.Tensor) -> Layer:
-        slot.fill(tensor)
-        return self._owners.pop(slot)
 
     def finish(self) -> None:
         """Calls `after_load` of layers without slots, which may depend on other layers."""
@@ -225,11 +234,12 @@ def _fill_from_files(model: CausalLM, files: Sequence[WeightFile], unfilled: _Un
     for file in tqdm(files, desc=description, unit="file", disable=not use_tqdm):
         wanted: Iterable[str] = [name for name in file.shapes if model.checkpoint_name(name) in unfilled.slots]
         for raw_name, tensor in file.tensors(wanted):
-            name = model.checkpoint_name(raw_name)
-            parts = [slot.part(tensor) for slot in unfilled.slots[name]]
-            unfilled.fill(name, tensor)
-            for part in parts:
+
+            def finish_part(part: torch.Tensor, file: WeightFile = file, raw_name: str = raw_name) -> None:
                 _check_values(file, raw_name, part)
+                file.release()
+
+            unfilled.fill(model.checkpoint_name(raw_name), tensor, finish_part)
 
 
 def _extremes(values: torch.Tensor) -> tuple[float, float]:

@@ -205,7 +205,8 @@ def test_weights_are_never_in_memory_twice(tmp_path: pathlib.Path, layout: str) 
     assert size > 70 << 20
     run = [sys.executable, "-c", _LOAD, small, str(tmp_path)]
     growth = int(subprocess.run(run, stdout=subprocess.PIPE, check=True, timeout=120).stdout)
-    assert 0.9 * size < growth < 1.2 * size + (32 << 20)
+    # beside the weights there are 1 to 3 MB of slots and pages of the file
+    assert 0.9 * size < growth < size + (4 << 20)
 
 
 def test_which_layers_have_a_window() -> None:
