@@ -30,11 +30,11 @@ inline void shape_tiles(const TileShapes& shapes) {
   _tile_loadconfig(&shapes);
 }
 
-// Configures the tiles for a scope, at first with full shapes, and releases them at its end, since context
-// switches of a thread with tile state are more expensive.
+// Configures the tiles for a scope, and releases them at its end, since context switches of a thread with tile
+// state are more expensive.
 class Tiles {
  public:
-  Tiles() { shape_tiles({}); }
+  explicit Tiles(const TileShapes& shapes = {}) { shape_tiles(shapes); }
   ~Tiles() { _tile_release(); }
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;

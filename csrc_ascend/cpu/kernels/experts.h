@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cpu/kernels/expert_rows.h"
+#include "cpu/kernels/gemm_stream.h"
 #include "cpu/kernels/gemm_tasks.h"
 
 namespace ascend_vllm {
@@ -65,6 +66,23 @@ ASCEND_VLLM_KERNEL(experts_mlp, ExpertsArgs)
 
 namespace ascend_vllm {
 namespace {
+
+// Maximum panels of a task.
+template <class T>
+constexpr int64_t kTaskPanels = kGroup;
+
+#ifdef __AMX_BF16__
+template <>
+constexpr int64_t kTaskPanels<bfloat16> = kStreamPanels;
+
+// The product of an expert with its rows by some panels.
+inline void multiply_in_tiles(const LinearArgs& a, const ExpertsBlock& block, int64_t panel, int64_t panels) {
+  if (block.rows <= kTileHeight) return StreamTask(a, block.row, block.rows, panel, panels).run();
+  for (int64_t p = 0; p < panels; p += kGroup) {
+    TileTask(a, block.row, block.rows, panel + p, std::min(kGroup, panels - p)).run();
+  }
+}
+#endif
 
 // Some of the tokens, as many as the workspace holds.
 template <class T>
@@ -132,14 +150,15 @@ class ExpertsStep {
     const int64_t all_panels = (linear.out_features + kPanel - 1) / kPanel;
     const int64_t panels = linear.is_gated ? all_panels / 2 : all_panels;
     const int64_t work = rows_.size() * linear.in_features * linear.out_features / 8;
-    rows_.multiply(panels, kGroup, work, [&](const ExpertsBlock& block, int64_t panel, int64_t count) {
+    rows_.multiply(panels, kTaskPanels<T>, work, [&](const ExpertsBlock& block, int64_t panel, int64_t count) {
       LinearArgs own = linear;
       own.packed = packed + block.expert * all_panels * kPanel * padded;
 #ifdef __AMX_BF16__
       if constexpr (kPairs) {
         own.x = x;
         own.x_stride = x_stride;
-        return TileTask(own, block.row, block.rows, panel, count).run();
+        own.in_features = padded;
+        return multiply_in_tiles(own, block, panel, count);
       }
 #endif
       run_task<T>(own, x, x_stride, block.row, block.rows, panel, count);
