@@ -32,7 +32,7 @@ from ascend_vllm.ops import kernel_choice, native, registry
 from ascend_vllm.ops.experts import pack_experts, route_tokens
 from ascend_vllm.ops.gemm import pack_weight
 from ascend_vllm.ops.latent import make_latent_problem, pack_heads
-from ascend_vllm.ops.paged import make_paged_problem
+from ascend_vllm.ops.paged import make_paged_problem, with_byte_cache
 from ascend_vllm.ops.quantized_gemm import Int8Panels, QuantizedPanels, quantize_tokens
 
 # latent attention as DeepSeek-V2-Lite's: heads, widths of latents, rotary parts, other parts of queries, values
@@ -216,7 +216,10 @@ def _attention(dtype: torch.dtype) -> Iterator[Case]:
         mask = torch.ones(query_len, length, dtype=torch.bool).tril(length - query_len) if is_chunk else None
         sdpa = torch.nn.functional.scaled_dot_product_attention
         plain = functools.partial(sdpa, query, key, value, mask, is_causal=is_whole, enable_gqa=True)
-        yield label, make_paged_problem(dtype, rows, **shape), plain
+        problem = make_paged_problem(dtype, rows, **shape)
+        yield label, problem, plain
+        if query_len == 1:
+            yield f"{label}, int8 cache", with_byte_cache(problem, torch.int8, has_scales=True), plain
 
 
 def _store_kv(dtype: torch.dtype) -> Iterator[Case]:

@@ -33,10 +33,17 @@ def results(function: Any, spec: OpSpec, arguments: list[Any]) -> list[torch.Ten
     """The tensors that an op returns, and the arguments that it writes."""
     returned = function(*arguments)
     names = list(spec.reference.__annotations__)
-    written = [arguments[names.index(name)] for name in spec.mutates]
+    # optional ones may be missing
+    given = dict(zip(names, arguments, strict=False))
+    written = [given[name] for name in spec.mutates if given.get(name) is not None]
     if isinstance(returned, tuple):
         return [*returned, *written]
     return ([returned] if isinstance(returned, torch.Tensor) else []) + written
+
+
+def is_unchanged(after: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether a tensor has the same bytes."""
+    return torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (after, before)))
 
 
 def error_of(got: torch.Tensor, truth: torch.Tensor) -> float:

@@ -12,6 +12,7 @@ import msgspec
 from ascend_vllm.args import checks, hf_checks, hf_files, limits, pooling
 from ascend_vllm.args.fields import Flag, flags_of, refuse_unsupported
 from ascend_vllm.args.graphs import resolve_graph_config
+from ascend_vllm.args.kv_cache import check_kv_cache, read_layer_scales
 from ascend_vllm.args.parallel import parallel_config
 from ascend_vllm.args.parser import (
     AUTO_LENGTH,
@@ -139,7 +140,8 @@ class EngineArgs(EngineFlags):
             arch = arch.without_sliding_window()
         dtype = limits.resolve_dtype(self.dtype, arch.dtype, facts, hf_config.get("model_type"))
         model = self._model_config(directory, hf_config, arch, dtype, longest)
-        cache = self._cache_config(block_size, arch)
+        check_kv_cache(self, facts.name, arch)
+        cache = self._cache_config(block_size, arch, hf_config.get("model_type"))
         parallel = parallel_config(self, arch, facts.name)
         if is_auto:
             longest = _fitting_length(model, cache, parallel, facts.name)
@@ -213,7 +215,10 @@ class EngineArgs(EngineFlags):
             quantize_lm_head=self.quantize_lm_head,
         )
 
-    def _cache_config(self, block_size: int, arch: ArchConfig) -> CacheConfig:
+    def _cache_config(self, block_size: int, arch: ArchConfig, model_type: str | None) -> CacheConfig:
+        layer_scales = None
+        if (path := self.quantization_param_path) is not None:
+            layer_scales = read_layer_scales(path, len(arch.layers), self.tensor_parallel_size, model_type)
         return CacheConfig(
             block_size=block_size,
             gpu_memory_utilization=self.gpu_memory_utilization,
@@ -221,6 +226,7 @@ class EngineArgs(EngineFlags):
             num_gpu_blocks_override=self.num_gpu_blocks_override,
             swap_space_gib=float(self.swap_space),
             cache_dtype=self.kv_cache_dtype,
+            layer_scales=layer_scales,
             enable_prefix_caching=self.enable_prefix_caching,
             sliding_window=arch.common_window,
         )

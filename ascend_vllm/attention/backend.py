@@ -120,6 +120,8 @@ class AttentionSpec:
         alibi_slopes: [N] float32 of this rank's heads: factors on the distance to a key, which is subtracted from its
             score; None: positions do not affect scores.
         latent: of latent attention, which caches one vector of D = W numbers; None: there are keys and values.
+        k_scale: a cached byte of keys times this is the number; 1 for other caches.
+        v_scale: likewise of values.
     """
 
     num_heads: int
@@ -130,6 +132,8 @@ class AttentionSpec:
     soft_cap: float | None = None
     alibi_slopes: torch.Tensor | None = dataclasses.field(default=None, compare=False)
     latent: LatentSpec | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

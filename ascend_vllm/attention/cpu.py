@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from ascend_vllm.attention.backend import (
     LatentWeights,
     RotaryStep,
 )
+from ascend_vllm.ops.kv_bytes import BYTE_DTYPES, ByteCache
 from ascend_vllm.ops.latent import (
     EXPANDED_MIN_TOKENS,
     expanded_attention,
@@ -25,13 +27,15 @@ from ascend_vllm.ops.latent import (
 )
 from ascend_vllm.ops.paged import BLOCK_SIZES, HEAD_SIZES, paged_attention, rotary_store_kv, store_kv
 from ascend_vllm.ops.registry import FLOAT_DTYPES
-from ascend_vllm.types.kv_cache import LATENT, KVCacheSpec
+from ascend_vllm.types.kv_cache import KEY_VALUE, LATENT, KVCacheSpec
+
+_BYTE_FORMATS = tuple(str(dtype).removeprefix("torch.") for dtype in BYTE_DTYPES)
 
 
 class CpuAttention(AttentionBackend):
     """A layer's cache is [2, P, K, S, D] in the model's dtype: keys or values of a head are contiguous in blocks.
 
-    That of latent attention is [P, S, W].
+    That of latent attention is [P, S, W]; one of a byte per number is a `ByteCache`.
     """
 
     name = "cpu"
@@ -46,17 +50,36 @@ class CpuAttention(AttentionBackend):
         reason = super()._unsupported_sizes_reason(spec)
         return reason or (None if spec.latent is None else _odd_width(spec.latent))
 
+    @classmethod
+    def unsupported_cache_reason(cls, cache: KVCacheSpec, dtype: torch.dtype) -> str | None:
+        if cache.kind == KEY_VALUE and cache.dtype in _BYTE_FORMATS:
+            return None
+        return super().unsupported_cache_reason(cache, dtype)
+
     def kv_cache_shape(self, num_blocks: int, cache: KVCacheSpec) -> tuple[int, ...]:
         _, block_size, num_kv_heads, head_size = cache.block_shape
         if cache.kind == LATENT:
             return (num_blocks, block_size, head_size)
         return (2, num_blocks, num_kv_heads, block_size, head_size)
 
+    def make_cache(self, memory: torch.Tensor, num_blocks: int, cache: KVCacheSpec) -> torch.Tensor | ByteCache:
+        if cache.dtype not in _BYTE_FORMATS:
+            made: torch.Tensor = super().make_cache(memory, num_blocks, cache)
+            return made
+        _, block_size, num_kv_heads, head_size = cache.block_shape
+        planes = memory.view(2, num_blocks, num_kv_heads, -1)
+        return ByteCache.over(planes, block_size, head_size, getattr(torch, cache.dtype))
+
     def copy_blocks(
-        self, source: torch.Tensor, source_blocks: torch.Tensor, target: torch.Tensor, target_blocks: torch.Tensor
+        self,
+        source: torch.Tensor | ByteCache,
+        source_blocks: torch.Tensor,
+        target: torch.Tensor | ByteCache,
+        target_blocks: torch.Tensor,
     ) -> None:
-        # where the blocks are: 0 in caches of latents
-        dim = source.dim() // 4
+        source, target = _bytes_of(source), _bytes_of(target)
+        # where the blocks are: 0 in caches of latents, [P, S, W]
+        dim = 0 if source.dim() == 3 else 1
         blocks = source.index_select(dim, source_blocks)
         target.index_copy_(dim, target_blocks, blocks.to(target.device))
 
@@ -69,20 +92,25 @@ class CpuAttention(AttentionBackend):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        kv_cache: torch.Tensor | ByteCache,
         batch: ForwardBatch,
         metadata: None,  # noqa: ARG002 - nothing is prepared
         rotary: RotaryStep | None = None,
     ) -> torch.Tensor:
         num_tokens = query.shape[0]
-        key_cache, value_cache = kv_cache.unbind(0)
+        if isinstance(kv_cache, ByteCache):
+            _, key_cache, value_cache, *of_numbers = kv_cache
+            scales: tuple[Any, ...] = (*of_numbers, spec.k_scale, spec.v_scale)
+        else:
+            key_cache, value_cache = kv_cache.unbind(0)
+            scales = ()
         if rotary is None:
             # views of the fused projection, not copies
             shape = (num_tokens, spec.num_kv_heads, spec.head_size)
-            store_kv(key.view(shape), value.view(shape), key_cache, value_cache, batch.slot_mapping)
+            store_kv(key.view(shape), value.view(shape), key_cache, value_cache, batch.slot_mapping, *scales)
         else:
-            angles = (rotary.cos_sin, rotary.is_neox)
-            rotary_store_kv(rotary.positions, query, key, value, *angles, key_cache, value_cache, batch.slot_mapping)
+            rows = (rotary.positions, query, key, value, rotary.cos_sin, rotary.is_neox)
+            rotary_store_kv(*rows, key_cache, value_cache, batch.slot_mapping, *scales)
         output: torch.Tensor = paged_attention(
             query.view(num_tokens, spec.num_heads, spec.head_size),
             key_cache,
@@ -94,6 +122,7 @@ class CpuAttention(AttentionBackend):
             spec.sliding_window or 0,
             spec.soft_cap or 0.0,
             spec.alibi_slopes,
+            *scales,
         )
         return output.view(num_tokens, spec.num_heads * spec.head_size)
 
@@ -133,6 +162,11 @@ class CpuAttention(AttentionBackend):
             else:
                 output[first:last] = _absorbed(spec.scale, sizes, query[first:last], weights, kv_cache, *part)
         return output.view(num_tokens, num_heads * sizes.value_width)
+
+
+def _bytes_of(cache: torch.Tensor | ByteCache) -> torch.Tensor:
+    """What `copy_blocks` copies: everything of a block, its scales too."""
+    return cache.planes if isinstance(cache, ByteCache) else cache
 
 
 def _absorbed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ascend_vllm.config.model import ModelConfig
-from ascend_vllm.types.kv_cache import KVCacheSpec
+from ascend_vllm.types.kv_cache import KV_CACHE_FORMATS, KVCacheFormat, KVCacheSpec
 
 
 class CacheConfig(msgspec.Struct, frozen=True):
@@ -17,7 +17,8 @@ class CacheConfig(msgspec.Struct, frozen=True):
         kv_cache_memory_bytes: explicit size; None: the platform decides.
         num_gpu_blocks_override: explicit number of blocks; None: from the size.
         swap_space_gib: CPU memory for swapped blocks per device, in GiB.
-        cache_dtype: "auto" (the model's) or a dtype's name.
+        cache_dtype: "auto" (the model's), a dtype's name or one of `KV_CACHE_FORMATS`.
+        layer_scales: scales of keys and values of each layer, for each tensor-parallel rank; None: no file has them.
         enable_prefix_caching: reuse blocks with equal contents.
         sliding_window: tokens that every layer looks back on, so that older blocks are of no use; None: a layer
             sees everything.
@@ -29,8 +30,15 @@ class CacheConfig(msgspec.Struct, frozen=True):
     num_gpu_blocks_override: int | None = None
     swap_space_gib: float = 4.0
     cache_dtype: str = "auto"
+    layer_scales: tuple[tuple[float, ...], ...] | None = None
     enable_prefix_caching: bool = False
     sliding_window: int | None = None
+
+    @property
+    def format(self) -> KVCacheFormat | None:
+        """Of a cache in one byte per number; None: it is in the model's dtype."""
+        found = KV_CACHE_FORMATS.get(self.cache_dtype)
+        return found if found is None or self.layer_scales is None else KVCacheFormat(found.dtype)
 
 
 def kv_cache_specs(model: ModelConfig, cache: CacheConfig, tensor_parallel_size: int = 1) -> list[KVCacheSpec]:
@@ -41,6 +49,5 @@ def kv_cache_specs(model: ModelConfig, cache: CacheConfig, tensor_parallel_size:
     """
     # a worker has one KV head at least
     num_heads = max(1, model.arch.num_kv_heads // tensor_parallel_size)
-    dtype = model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
-    head_size = model.arch.head_size
-    return [plan.kv_cache.spec(cache.block_size, num_heads, head_size, dtype) for plan in model.arch.layers]
+    sizes = (cache.block_size, num_heads, model.arch.head_size, model.dtype, cache.format)
+    return [plan.kv_cache.spec(*sizes) for plan in model.arch.layers]

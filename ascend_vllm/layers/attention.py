@@ -16,7 +16,7 @@ from ascend_vllm.attention.backend import (
     RotaryStep,
 )
 from ascend_vllm.layers.base import Layer
-from ascend_vllm.types.kv_cache import KEYS_AND_VALUES, KVCachePlan, KVCacheSpec
+from ascend_vllm.types.kv_cache import KEYS_AND_VALUES, KVCacheFormat, KVCachePlan, KVCacheSpec
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,7 +46,7 @@ class Attention(Layer):
     Args:
         spec: heads, scale and window.
         index: of the layer's cache in `ForwardContext.kv_caches`.
-        dtype: of keys and values, and of the cache unless `kv_cache` has another.
+        dtype: of keys and values, and of the cache unless `kv_cache` has another, or `set_cache_format` is called.
         kv_cache: what the layer caches per token, see `LayerPlan`.
         is_local: rotates by `ForwardContext.local_rotary`.
     """
@@ -65,11 +65,25 @@ class Attention(Layer):
         self.dtype = dtype
         self._kv_cache = kv_cache
         self._is_local = is_local
+        self._cache_format: KVCacheFormat | None = None
+
+    def set_cache_format(
+        self, cache_format: KVCacheFormat | None, k_scale: float = 1.0, v_scale: float = 1.0
+    ) -> None:
+        """Sets how the layer caches keys and values, before there is a cache.
+
+        Args:
+            cache_format: None: in their dtype.
+            k_scale: of all keys, for formats without scales of their own.
+            v_scale: of all values.
+        """
+        self._cache_format = cache_format
+        self.spec = dataclasses.replace(self.spec, k_scale=k_scale, v_scale=v_scale)
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """What the layer caches per block of tokens; subclasses may differ from the layer's plan."""
         spec, dtype = self.spec, str(self.dtype).removeprefix("torch.")
-        return self._kv_cache.spec(block_size, spec.num_kv_heads, spec.head_size, dtype)
+        return self._kv_cache.spec(block_size, spec.num_kv_heads, spec.head_size, dtype, self._cache_format)
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: ForwardContext

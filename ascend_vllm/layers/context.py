@@ -12,6 +12,7 @@ from ascend_vllm.distributed.parallel_context import ParallelContext
 from ascend_vllm.layers.quantization.base import QuantScheme
 from ascend_vllm.layers.quantization.unquantized import UnquantizedScheme
 from ascend_vllm.layers.step_state import StepState
+from ascend_vllm.types.kv_cache import KVCacheFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,8 @@ class BuildContext:
             if weights are random.
         checkpoint_dtypes: of those of them whose dtype can be loaded.
         checkpoint_names: the checkpoint's own names of them, which rules of quantization formats refer to.
+        kv_cache: format of a KV cache in one byte per number; None: it is in `dtype`.
+        kv_layer_scales: of its keys and values, for each layer of the model; None: the checkpoint's, if it has some.
 
     Example:
         >>> BuildContext(torch.float32, torch.device("cpu")).parallel.tp_size
@@ -44,3 +47,5 @@ class BuildContext:
     checkpoint_shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     checkpoint_dtypes: Mapping[str, torch.dtype] = dataclasses.field(default_factory=dict)
     checkpoint_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    kv_cache: KVCacheFormat | None = None
+    kv_layer_scales: tuple[float, ...] | None = None

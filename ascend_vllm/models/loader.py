@@ -28,6 +28,7 @@ from ascend_vllm.layers.quantization.registry import make_scheme
 from ascend_vllm.logger import init_logger
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.models.checkpoint import WeightFile, open_checkpoint
+from ascend_vllm.models.kv_scales import IGNORED, set_cache_formats
 from ascend_vllm.models.np_cache import open_np_cache
 from ascend_vllm.models.pooler import Pooler
 from ascend_vllm.models.registry import resolve_model_class
@@ -83,10 +84,11 @@ def load_model(model_config: ModelConfig, load_config: LoadConfig, context: Buil
         if load_config.load_format == "dummy":
             _fill_randomly(unfilled, model_config.seed)
         else:
-            model.ignored_weights = (*model.ignored_weights, *context.quant.ignored_weights)
+            model.ignored_weights = (*model.ignored_weights, *context.quant.ignored_weights, *IGNORED)
             _check_contents(model_config, model, files, unfilled.slots)
             _fill_from_files(model, files, unfilled, load_config.use_tqdm)
         unfilled.finish()
+    set_cache_formats(model, model_config.num_layers, files, context)
     logger.debug("Loading model weights took %.2f seconds", time.monotonic() - start)
     return model
 

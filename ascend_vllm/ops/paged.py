@@ -2,7 +2,8 @@
 
 Letters: T tokens of a step, R rows (sequences) of a step, B most blocks of a row, N query heads, K KV heads,
 D head size, P blocks of the cache, S tokens of a block. A layer's cache is [2, P, K, S, D]; its two halves are
-the key cache and the value cache below.
+the key cache and the value cache below. It is in the dtype of keys and values, or has a byte for each number
+(`ops.kv_bytes`).
 
 Only the positions of a row's sequence are read from its blocks: other contents of the cache, NaN included, never
 affect a result.
@@ -16,11 +17,34 @@ from typing import Any
 import torch
 
 from ascend_vllm.ops.elementwise import make_cos_sin_cache
+from ascend_vllm.ops.kv_bytes import from_bytes, largest_number, own_scales, to_bytes
 from ascend_vllm.ops.native import load_native_library
 from ascend_vllm.ops.registry import OPS, define_op
 
 HEAD_SIZES = range(16, 257, 8)
 BLOCK_SIZES = (16, 32, 64, 128)
+
+# dtype of a cache of bytes, whether its numbers have scales of their own, and the scales of keys and values if not
+_BYTE_CACHES: tuple[tuple[torch.dtype, bool, float, float], ...] = (
+    (torch.int8, True, 1.0, 1.0),
+    (torch.float8_e4m3fn, True, 1.0, 1.0),
+    (torch.int8, False, 0.03, 0.05),
+    (torch.float8_e4m3fn, False, 1.0, 1.0),
+    (torch.float8_e4m3fn, False, 0.01, 0.004),
+    (torch.float8_e5m2, False, 1.0, 1.0),
+)
+
+
+def _byte_cache(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, *, has_scales: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Keys, values [P, K, S, D] and their scales [P, K, S], all with memory of their own, for inputs of the ops.
+
+    Scales are NaN and bytes have all bits but the sign set, which is NaN in the formats that have it.
+    """
+    numbers = torch.full((2, *shape), 0x7F, dtype=torch.uint8).view(dtype)
+    scales = torch.full((2, *shape[:3]), float("nan"), dtype=torch.bfloat16) if has_scales else None
+    return (*numbers.unbind(0), *((None, None) if scales is None else scales.unbind(0)))
 
 
 def _store_kv_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
@@ -47,27 +71,60 @@ def _store_kv_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         slots = torch.randperm(blocks * block_size, generator=generator)[:tokens]
         slots[torch.rand(tokens, generator=generator) < skipped] = -1
         yield key, value, cache[0], cache[1], slots
+        for byte_dtype, has_scales, *scales in _BYTE_CACHES:
+            shape = (blocks, kv_heads, block_size, head_size)
+            parts = _byte_cache(shape, byte_dtype, has_scales=has_scales)
+            # rows of zeros, and numbers too large for the scale of all
+            factors = torch.randint(0, 4, (tokens, kv_heads, 1), generator=generator)
+            yield (key * factors).to(dtype), value, *parts[:2], slots, *parts[2:], *scales
 
 
-@define_op(
-    inputs=_store_kv_inputs, mutates=("key_cache", "value_cache"), tolerance=0.0, devices=("cpu",), recordable=True
-)
+_CACHE_ARGUMENTS = ("key_cache", "value_cache", "key_scales", "value_scales")
+
+
+def _write(
+    numbers: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scales: torch.Tensor | None, scale: float
+) -> None:
+    """Writes numbers [T, K, D] into slots [T] of a cache of keys or values, see `store_kv`."""
+    blocks, offsets = slots // cache.shape[2], slots % cache.shape[2]
+    if cache.dtype == numbers.dtype and scales is None and scale == 1:
+        cache[blocks, :, offsets] = numbers
+        return
+    wide = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+    own: torch.Tensor | float = scale
+    if scales is not None:
+        own = own_scales(wide, largest_number(cache.dtype))
+        scales[blocks, :, offsets] = own[..., 0].to(scales.dtype)
+    cache[blocks, :, offsets] = to_bytes(wide, own, cache.dtype)
+
+
+@define_op(inputs=_store_kv_inputs, mutates=_CACHE_ARGUMENTS, tolerance=0.0, devices=("cpu",), recordable=True)
 def store_kv(
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Writes the keys and values of a step into their KV slots.
 
     Args:
         key: [T, K, D]; tokens and heads may be strided, as views of a fused projection are.
         value: [T, K, D], likewise.
-        key_cache: [P, K, S, D], contiguous, key's dtype; written.
+        key_cache: [P, K, S, D], key's dtype, int8, float8_e4m3fn or float8_e5m2; written. A head's block is
+            contiguous, and heads, then blocks, follow one another at equal distances.
         value_cache: [P, K, S, D], likewise.
         slot_mapping: [T] int64, KV slot (block * S + offset) of each token, no slot twice; tokens with a negative
             slot are skipped.
+        key_scales: [P, K, S] bfloat16, written: for a cache of bytes whose numbers have scales of their own, see
+            `kv_bytes.own_scales`; None: they have not.
+        value_scales: likewise.
+        k_scale: of all keys in a cache of bytes; 1 otherwise, and with scales of their own.
+        v_scale: likewise of values.
 
     Example:
         >>> cache = torch.zeros(2, 4, 1, 16, 16)
@@ -75,12 +132,10 @@ def store_kv(
         >>> cache[0, 1, 0, 1].sum().item()
         16.0
     """
-    block_size = key_cache.shape[2]
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
-    blocks, offsets = slots // block_size, slots % block_size
-    key_cache[blocks, :, offsets] = key[kept]
-    value_cache[blocks, :, offsets] = value[kept]
+    _write(key[kept], key_cache, slots, key_scales, k_scale)
+    _write(value[kept], value_cache, slots, value_scales, v_scale)
 
 
 def _rotary_store_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
@@ -106,12 +161,15 @@ def _rotary_store_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             slots = torch.randperm(blocks * block_size, generator=generator)[:tokens]
             slots[torch.rand(tokens, generator=generator) < skipped] = -1
             positions = torch.randint(0, 50, (tokens,), generator=generator)
-            yield positions, query, key, value, make_cos_sin_cache(50, rot_dim), is_neox, cache[0], cache[1], slots
+            rotary = (positions, query, key, value, make_cos_sin_cache(50, rot_dim), is_neox)
+            yield *rotary, cache[0], cache[1], slots
+            for byte_dtype, has_scales, *scales in _BYTE_CACHES[:3]:
+                shape = (blocks, kv_heads, block_size, size)
+                parts = _byte_cache(shape, byte_dtype, has_scales=has_scales)
+                yield *rotary, *parts[:2], slots, *parts[2:], *scales
 
 
-@define_op(
-    inputs=_rotary_store_inputs, mutates=("query", "key_cache", "value_cache"), devices=("cpu",), recordable=True
-)
+@define_op(inputs=_rotary_store_inputs, mutates=("query", *_CACHE_ARGUMENTS), devices=("cpu",), recordable=True)
 def rotary_store_kv(
     positions: torch.Tensor,
     query: torch.Tensor,
@@ -122,6 +180,10 @@ def rotary_store_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """`rotary_embedding` and `store_kv` in one pass; rotated keys are written to the cache only.
 
@@ -132,15 +194,20 @@ def rotary_store_kv(
         value: [T, K*D], likewise.
         cos_sin_cache: [.., rot_dim] float32, as `rotary_embedding`'s.
         is_neox: as `rotary_embedding`'s.
-        key_cache: [P, K, S, D], contiguous, query's dtype; written.
-        value_cache: [P, K, S, D], likewise.
-        slot_mapping: [T] int64, as `store_kv`'s.
+        key_cache: [P, K, S, D], as `store_kv`'s; so are the others.
+        value_cache: [P, K, S, D].
+        slot_mapping: [T] int64.
+        key_scales: [P, K, S] bfloat16, or None.
+        value_scales: [P, K, S] bfloat16, or None.
+        k_scale: of all keys.
+        v_scale: of all values.
     """
     kv_heads, head_size = key_cache.shape[1], key_cache.shape[3]
     rotated = key.clone()
     OPS["rotary_embedding"].reference(positions, query, rotated, head_size, cos_sin_cache, is_neox)
     shape = (key.shape[0], kv_heads, head_size)
-    OPS["store_kv"].reference(rotated.view(shape), value.view(shape), key_cache, value_cache, slot_mapping)
+    scales = (key_scales, value_scales, k_scale, v_scale)
+    OPS["store_kv"].reference(rotated.view(shape), value.view(shape), key_cache, value_cache, slot_mapping, *scales)
 
 
 def make_paged_problem(
@@ -213,6 +280,33 @@ def make_paged_problem(
     return (*arguments, soft_cap, torch.rand(num_heads, generator=generator) if alibi else None)
 
 
+def with_byte_cache(
+    problem: tuple[Any, ...],
+    dtype: torch.dtype,
+    *,
+    has_scales: bool,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> tuple[Any, ...]:
+    """A problem of `make_paged_problem` with its cache in bytes; what no row may read is the largest byte, or NaN.
+
+    Args:
+        problem: the arguments of `paged_attention`.
+        dtype: of the cache, one of BYTE_DTYPES.
+        has_scales: its numbers have scales of their own.
+        k_scale: of all keys if they have not.
+        v_scale: of all values.
+    """
+    query, key_cache, value_cache, *rest = problem
+    *cache, key_scales, value_scales = _byte_cache(tuple(key_cache.shape), dtype, has_scales=has_scales)
+    slots = (~key_cache[:, 0, :, 0].isnan()).flatten().nonzero()[:, 0]
+    written = [part.transpose(1, 2).flatten(0, 1)[slots] for part in (key_cache, value_cache)]
+    scales = (key_scales, value_scales, k_scale, v_scale)
+    OPS["store_kv"].reference(*written, *cache, slots, *scales)
+    changes = rest[-2:] if len(rest) > 5 else (0.0, None)
+    return (query, *cache, *rest[:5], *changes, *scales)
+
+
 def _paged_attention_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     # rows as (query tokens, tokens in the cache), N, K, D, S, window, padding
     cases: list[tuple[list[tuple[int, int]], int, int, int, int, int, int]] = [
@@ -257,7 +351,17 @@ def _paged_attention_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         for number in (4, 7, 10, 12, 16, 17, 19):
             rows, *sizes = cases[number]
             options = dict(zip(names, sizes, strict=True))
-            yield make_paged_problem(dtype, rows, soft_cap=soft_cap, alibi=alibi, seed=seed, **options)
+            problem = make_paged_problem(dtype, rows, soft_cap=soft_cap, alibi=alibi, seed=seed, **options)
+            yield problem
+            if number in (4, 16):
+                yield with_byte_cache(problem, torch.int8, has_scales=True)
+    # caches of bytes, in every form of the kernel: decoding, prompts, chunks, mixtures, windows
+    for number in (1, 2, 3, 5, 8, 9, 11, 12, 14, 15, 16, 18, 20):
+        rows, *sizes = cases[number]
+        options = dict(zip(names, sizes, strict=True))
+        problem = make_paged_problem(dtype, rows, seed=number, **options)
+        for byte_dtype, has_scales, k_scale, v_scale in _BYTE_CACHES:
+            yield with_byte_cache(problem, byte_dtype, has_scales=has_scales, k_scale=k_scale, v_scale=v_scale)
 
 
 @define_op(inputs=_paged_attention_inputs, tolerance=2e-5, devices=("cpu",), recordable=True)
@@ -272,6 +376,10 @@ def paged_attention(
     sliding_window: int,
     soft_cap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """Causal attention of each row's tokens to the row's blocks; decoding rows and prompt chunks in one call.
 
@@ -282,7 +390,7 @@ def paged_attention(
 
     Args:
         query: [T, N, D]; tokens and heads may be strided.
-        key_cache: [P, K, S, D], contiguous, query's dtype; N is a multiple of K, and query heads
+        key_cache: [P, K, S, D], as `store_kv` writes it; N is a multiple of K, and query heads
             k*N/K … (k+1)*N/K-1 share KV head k.
         value_cache: [P, K, S, D], likewise.
         block_table: [R, B] int32, block of each S positions; entries that a row does not attend to are not read.
@@ -293,6 +401,10 @@ def paged_attention(
         soft_cap: c > 0 makes c·tanh(score / c) of each scaled score; 0: scores stay as they are.
         alibi_slopes: [N] float32, factors on the distance from token to key, which is subtracted from the scores
             (Press et al., "Train Short, Test Long", 2022); None: nothing is.
+        key_scales: [P, K, S] bfloat16, as `store_kv`'s; so are the following.
+        value_scales: [P, K, S] bfloat16, or None.
+        k_scale: of all keys.
+        v_scale: of all values.
 
     Returns:
         [T, N, D] in query's dtype, contiguous; zero for tokens that belong to no row.
@@ -313,8 +425,14 @@ def paged_attention(
         visible = slice(oldest - first_block * block_size, seq_len - first_block * block_size)
         keys, values = (
             # [K, keys, D] -> [N, keys, D]
-            cache[blocks].transpose(0, 1).flatten(1, 2)[:, visible].repeat_interleave(num_heads // num_kv_heads, 0)
-            for cache in (key_cache, value_cache)
+            from_bytes(cache[blocks], None if scales is None else scales[blocks], scale_of_all, query.dtype)
+            .transpose(0, 1)
+            .flatten(1, 2)[:, visible]
+            .repeat_interleave(num_heads // num_kv_heads, 0)
+            for cache, scales, scale_of_all in (
+                (key_cache, key_scales, k_scale),
+                (value_cache, value_scales, v_scale),
+            )
         )
         query_positions = torch.arange(seq_len - (end - start), seq_len, device=query.device)[:, None]
         key_positions = torch.arange(oldest, seq_len, device=query.device)[None, :]

@@ -6,6 +6,8 @@ Letters: S tokens of a block, K KV heads, D head size.
 from __future__ import annotations
 
 import math
+import types
+from collections.abc import Mapping
 
 import msgspec
 
@@ -14,8 +16,7 @@ KEY_VALUE = "key_value"
 # what latent attention (MLA) caches: one row of numbers that all heads share
 LATENT = "latent"
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-_SCALE_BYTES = 4
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 # A block's bytes are a multiple of this, so that caches of different dtypes can follow one another in memory.
 _ALIGNMENT = 64
 
@@ -29,7 +30,8 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
         kind: KEY_VALUE, LATENT, or another name that a layer and its attention backend agree on.
         block_shape: of the cached numbers; KEY_VALUE: (2, S, K, D); LATENT: (1, S, 1, width of a row).
         dtype: of these numbers, as torch names it; need not be the model's.
-        scale_shape: float32 scales of a block; None: there are none.
+        scale_shape: scales of a block; None: there are none.
+        scale_dtype: of them.
 
     Example:
         >>> KVCacheSpec(KEY_VALUE, (2, 16, 2, 64), "bfloat16").block_bytes
@@ -40,14 +42,41 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
     block_shape: tuple[int, ...]
     dtype: str
     scale_shape: tuple[int, ...] | None = None
+    scale_dtype: str = "float32"
 
     @property
     def block_bytes(self) -> int:
         """Memory of a block in this layer, a multiple of 64."""
         num_bytes = math.prod(self.block_shape) * _DTYPE_BYTES[self.dtype]
         if self.scale_shape is not None:
-            num_bytes += math.prod(self.scale_shape) * _SCALE_BYTES
+            num_bytes += math.prod(self.scale_shape) * _DTYPE_BYTES[self.scale_dtype]
         return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class KVCacheFormat(msgspec.Struct, frozen=True):
+    """Keys and values in one byte each, as --kv-cache-dtype asks for them.
+
+    Attributes:
+        dtype: of the cached numbers, as torch names it.
+        has_scales: each head of each token has scales of its own, bfloat16 and computed when it is written; otherwise
+            a layer has one for keys and one for values.
+    """
+
+    dtype: str
+    has_scales: bool = False
+
+
+# names of --kv-cache-dtype → their formats; int8 has scales of layers where there is a file of them
+KV_CACHE_FORMATS: Mapping[str, KVCacheFormat] = types.MappingProxyType(
+    {
+        "int8": KVCacheFormat("int8", has_scales=True),
+        "fp8": KVCacheFormat("float8_e4m3fn"),
+        "fp8_e4m3": KVCacheFormat("float8_e4m3fn"),
+        "fp8_e5m2": KVCacheFormat("float8_e5m2"),
+        "int8_per_token_head": KVCacheFormat("int8", has_scales=True),
+        "fp8_per_token_head": KVCacheFormat("float8_e4m3fn", has_scales=True),
+    }
+)
 
 
 class KVCachePlan(msgspec.Struct, frozen=True):
@@ -77,16 +106,28 @@ class KVCachePlan(msgspec.Struct, frozen=True):
     dtype: str | None = None
     has_scales: bool = False
 
-    def spec(self, block_size: int, num_kv_heads: int, head_size: int, dtype: str) -> KVCacheSpec:
+    def spec(
+        self,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: str,
+        cache_format: KVCacheFormat | None = None,
+    ) -> KVCacheSpec:
         """What the layer reports.
 
         Args:
             block_size: S.
             num_kv_heads: K of this rank.
             head_size: D.
-            dtype: of the engine's KV cache.
+            dtype: of the model.
+            cache_format: of the engine's KV cache; None: the model's dtype. Plans with a dtype keep it.
         """
         shape = (self.num_vectors, block_size, self.num_heads or num_kv_heads, self.width or head_size)
+        if cache_format is not None and self.dtype is None:
+            scale_shape = shape[:-1] if cache_format.has_scales else None
+            scale_dtype = "bfloat16" if cache_format.has_scales else "float32"
+            return KVCacheSpec(self.kind, shape, cache_format.dtype, scale_shape, scale_dtype)
         return KVCacheSpec(self.kind, shape, self.dtype or dtype, shape[:-1] if self.has_scales else None)
 
 

@@ -76,10 +76,10 @@ class Worker:
         self._config = config
         self._platform = get_platform(config.device.device)
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
-        if config.cache.cache_dtype not in ("auto", config.model.dtype):
+        if config.cache.format is None and config.cache.cache_dtype not in ("auto", config.model.dtype):
             raise ConfigError(
                 f"--kv-cache-dtype {config.cache.cache_dtype} differs from the model's {config.model.dtype}: "
-                "the KV cache is kept in the model's dtype, use auto."
+                "16 and 32 bits are possible in the model's dtype only, use auto."
             )
         tp_size = config.parallel.tensor_parallel_size
         self._parallel = ParallelContext(
@@ -133,6 +133,8 @@ class Worker:
             parallel=self._parallel,
             collectives=self._collectives,
             step_state=step_state,
+            kv_cache=config.cache.format,
+            kv_layer_scales=scales[self._parallel.tp_rank] if (scales := config.cache.layer_scales) else None,
         )
         try:
             # the progress bars of all ranks would overwrite each other

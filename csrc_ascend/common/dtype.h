@@ -15,4 +15,16 @@ struct float16 {
   uint16_t bits;
 };
 
+// One byte each: sign, 4 (5) bits of exponent, 3 (2) of mantissa. E4M3 is the variant without infinities, whose
+// largest number is 448.
+struct float8_e4m3 {
+  uint8_t bits;
+};
+struct float8_e5m2 {
+  uint8_t bits;
+};
+
+// Numbers of a KV cache: the dtype of keys and values, or one byte each.
+enum class CacheFormat : int32_t { kSame = 0, kInt8 = 1, kFloat8E4m3 = 2, kFloat8E5m2 = 3 };
+
 }  // namespace ascend_vllm

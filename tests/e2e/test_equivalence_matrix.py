@@ -180,9 +180,16 @@ class Cell:
     overlaps: bool = False
     block_size: int = 16
     name: str = "llama"
+    kv_cache: str = "auto"
 
     def __str__(self) -> str:
-        parts = [self.name, f"blocks of {self.block_size}", self.pressure, f"{self.num_steps} steps"]
+        parts = [
+            self.name,
+            *([] if self.kv_cache == "auto" else [self.kv_cache]),
+            f"blocks of {self.block_size}",
+            self.pressure,
+            f"{self.num_steps} steps",
+        ]
         switches = {"caching": self.is_caching, "chunked": self.is_chunked, "overlap": self.overlaps}
         return ", ".join([*parts, *(switch for switch, is_on in switches.items() if is_on)])
 
@@ -206,6 +213,7 @@ class Cell:
             swap_space=0.01,
             block_size=self.block_size,
             num_gpu_blocks_override=self.num_blocks,
+            kv_cache_dtype=self.kv_cache,
         )
         return LLMEngine.from_engine_args(args)
 

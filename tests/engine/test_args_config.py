@@ -726,6 +726,11 @@ MEMORY_GIB = psutil.virtual_memory().total / (1 << 30)
         ({"gpu_memory_utilization": 0}, "--gpu-memory-utilization must be above 0, got 0."),
         ({"kv_cache_dtype": "int3"}, "Unknown kv cache dtype: int3"),
         (
+            {"quantization_param_path": "scales.json"},
+            "--quantization-param-path has scales that --kv-cache-dtype auto does not use; use int8, fp8, "
+            "fp8_e4m3 or fp8_e5m2, or leave the file out.",
+        ),
+        (
             {"distributed_executor_backend": "mpi"},
             "Unrecognized distributed executor backend mpi. Supported values are 'ray', 'mp' or custom "
             "ExecutorBase subclass.",

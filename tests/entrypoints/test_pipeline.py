@@ -637,10 +637,8 @@ def test_eviction_changes_no_answer(eviction_type: str) -> None:
     ("backend", "words"),
     [
         (PytorchEngineConfig(adapters={"a": "/a"}), "adapters is not supported: LoRA is not available"),
-        (PytorchEngineConfig(quant_policy=8), "quant_policy 8 is not supported"),
         (PytorchEngineConfig(device_type="cuda"), "--device cuda"),
         (PytorchEngineConfig(block_size=17), "--block-size must be one of"),
-        (TurbomindEngineConfig(quant_policy=4), "quant_policy 4 is not supported"),
         (TurbomindEngineConfig(use_logn_attn=True), "use_logn_attn is not supported"),
         (TurbomindEngineConfig(model_format="awq"), "model_format 'awq' is not supported"),
         (TurbomindEngineConfig(model_name="absent"), None),

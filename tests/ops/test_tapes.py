@@ -12,6 +12,7 @@ from ascend_vllm.ops.elementwise import rms_norm, silu_and_mul
 from ascend_vllm.ops.embedding import gather_rows
 from ascend_vllm.ops.gemm import PackedLinear
 from ascend_vllm.ops.tape import Tapes, UnrecordableError
+from tests.op_checks import is_unchanged
 from tests.toy_quantization import toy_restore, toy_round
 
 native.import_op_modules()
@@ -48,7 +49,9 @@ def test_a_replay_reads_anew(name: str) -> None:
         if returned is not None:
             torch.testing.assert_close(recorded, returned, rtol=0, atol=0)
         for index in mutated:
-            assert torch.equal(given[index], wanted[index])
+            # optional arguments may be missing
+            if index < len(given) and given[index] is not None:
+                assert is_unchanged(given[index], wanted[index])
 
 
 def test_calls_are_replayed_in_order_and_share_memory() -> None:

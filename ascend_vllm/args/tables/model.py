@@ -285,8 +285,9 @@ class LoadArgs:
     )
     quantization_param_path: str | None = flag(
         None,
-        "A JSON file with the scales of an 8-bit KV cache.",
-        unsupported="the KV cache is kept in the model's own number format",
+        "A JSON file with the scales of an 8-bit KV cache, one for each layer. A file that does not fit the model is "
+        "an error.",
+        example="--kv-cache-dtype fp8 --quantization-param-path kv_cache_scales.json",
     )
     qlora_adapter_name_or_path: str | None = flag(
         None,

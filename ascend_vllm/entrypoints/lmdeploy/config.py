@@ -29,7 +29,6 @@ _NOT_NEGATIVE = ("rope_scaling_factor", "num_cpu_blocks", "num_gpu_blocks")
 _REFUSALS: Mapping[str, Refusal] = {
     "model_format": Refusal("checkpoints are read in Hugging Face layout, with unquantised weights", (None, "hf")),
     "adapters": Refusal("LoRA is not available in this version", (None, {})),
-    "quant_policy": Refusal("the KV cache keeps the model's number format", (0,)),
     "use_logn_attn": Refusal("there is no attention with logarithmic scaling", (False,)),
 }
 # field → the field of `EngineArgs` with the same meaning
@@ -43,6 +42,7 @@ _ARGUMENTS: Mapping[str, str] = {
     "eviction_type": "preemption_mode",
     "eager_mode": "enforce_eager",
     "device_type": "device",
+    "quant_policy": "kv_cache_dtype",
     **{name: name for name in ("dtype", "enable_prefix_caching", "download_dir", "revision")},
 }
 # values with other names in `EngineArgs`; None: the engine decides
@@ -50,6 +50,8 @@ _VALUES: Mapping[str, Mapping[Any, Any]] = {
     "num_gpu_blocks": {0: None},
     "eviction_type": {"copy": "swap"},
     "device_type": {"ascend": "npu"},
+    # LMDeploy 0.2 calls its cache in 8 bits 4
+    "quant_policy": {0: "auto", 4: "int8", 8: "int8"},
 }
 
 
@@ -199,7 +201,8 @@ class TurbomindEngineConfig(_EngineConfig):
         max_batch_size: most sequences that run at the same time.
         cache_max_entry_count: share of memory, between 0 and 1, that the KV cache may take: of what is free once the
             weights are loaded, and never more than all running sequences can fill.
-        quant_policy: 0; a quantised KV cache is not supported in this version.
+        quant_policy: 8, or 4 as LMDeploy 0.2 has it: a KV cache in 8 bits (`--kv-cache-dtype int8`); 0: in the
+            model's dtype.
         rope_scaling_factor: factor of dynamic NTK scaling of rotary positions; 0: as in config.json.
         use_logn_attn: not supported in this version.
         dtype: "auto", "float16", "bfloat16" or "float32".

@@ -11,31 +11,32 @@ namespace ascend_vllm {
 namespace {
 
 void store_kv(const at::Tensor& key, const at::Tensor& value, const at::Tensor& key_cache,
-              const at::Tensor& value_cache, const at::Tensor& slot_mapping) {
+              const at::Tensor& value_cache, const at::Tensor& slot_mapping,
+              const std::optional<at::Tensor>& key_scales, const std::optional<at::Tensor>& value_scales,
+              double k_scale, double v_scale) {
   TORCH_CHECK(key.dim() == 3 && value.sizes() == key.sizes(),
               "key and value must be [tokens, KV heads, head size] of one shape, got ", key.sizes(), " and ",
               value.sizes());
   check_rows(key, "key");
   check_rows(value, "value");
   check_same_dtype(value, "value", key);
-  dtype_of(key, "key");
-  check_caches(key_cache, value_cache, key, key.size(1), key.size(2));
-  const int64_t tokens = key.size(0), bytes = key.element_size();
+  const PagedCache cache =
+      paged_cache(key_cache, value_cache, key, key.size(2), {key_scales, value_scales, k_scale, v_scale});
+  TORCH_CHECK(cache.kv_heads == key.size(1), "key_cache must have ", key.size(1), " KV heads, got ",
+              cache.kv_heads);
+  const int64_t tokens = key.size(0);
   check_vector(slot_mapping, "slot_mapping", at::kLong, tokens);
   const StoreKvArgs args{
-      .key = static_cast<const char*>(key.const_data_ptr()),
-      .value = static_cast<const char*>(value.const_data_ptr()),
-      .key_cache = static_cast<char*>(key_cache.mutable_data_ptr()),
-      .value_cache = static_cast<char*>(value_cache.mutable_data_ptr()),
+      .dtype = dtype_of(key, "key"),
+      .key = key.const_data_ptr(),
+      .value = value.const_data_ptr(),
+      .cache = cache,
       .slots = slot_mapping.const_data_ptr<int64_t>(),
       .tokens = tokens,
-      .kv_heads = key.size(1),
-      .block_size = key_cache.size(2),
-      .head_bytes = key.size(2) * bytes,
-      .key_token_bytes = key.stride(0) * bytes,
-      .key_head_bytes = key.stride(1) * bytes,
-      .value_token_bytes = value.stride(0) * bytes,
-      .value_head_bytes = value.stride(1) * bytes,
+      .key_token_stride = key.stride(0),
+      .key_head_stride = key.stride(1),
+      .value_token_stride = value.stride(0),
+      .value_head_stride = value.stride(1),
   };
   launch([args, num_slots = key_cache.size(0) * key_cache.size(2)] {
     check_slots(args.slots, args.tokens, num_slots);
@@ -74,7 +75,9 @@ struct PagedCall {
     planned.merges = plan.merges.data();
     planned.parts = workspace.parts.floats(plan.part_floats);
     planned.threads = plan.threads;
-    planned.scratch_stride = paged_scratch_floats(args.head_size);
+    const int64_t size = args.cache.head_size;
+    const bool is_widened = args.cache.format != CacheFormat::kSame;
+    planned.scratch_stride = paged_scratch_floats(size) + (is_widened ? widened_scratch_floats(size) : 0);
     planned.scratch = workspace.scratch.floats(planned.threads * planned.scratch_stride);
     paged_attention_kernel(planned);
   }
@@ -85,23 +88,25 @@ at::Tensor paged_attention_cut(const at::Tensor& query, const at::Tensor& key_ca
                                const at::Tensor& value_cache, const at::Tensor& block_table,
                                const at::Tensor& query_start, const at::Tensor& seq_lens, double scale,
                                int64_t sliding_window, int64_t split_keys, int64_t threads, double soft_cap,
-                               const std::optional<at::Tensor>& alibi_slopes) {
+                               const std::optional<at::Tensor>& alibi_slopes,
+                               const std::optional<at::Tensor>& key_scales,
+                               const std::optional<at::Tensor>& value_scales, double k_scale, double v_scale) {
   TORCH_CHECK(query.dim() == 3, "query must be [tokens, heads, head size], got ", query.sizes());
   check_rows(query, "query");
   const int64_t tokens = query.size(0), heads = query.size(1), size = query.size(2);
   TORCH_CHECK(size >= 16 && size <= 256 && size % 8 == 0,
               "head size must be a multiple of 8 from 16 to 256, got ", size);
-  check_cache(key_cache, "key_cache", query, size);
-  check_cache(value_cache, "value_cache", query, size);
-  TORCH_CHECK(value_cache.sizes() == key_cache.sizes(), "key_cache and value_cache must have one shape, got ",
-              key_cache.sizes(), " and ", value_cache.sizes());
-  const int64_t kv_heads = key_cache.size(1);
+  const PagedCache cache =
+      paged_cache(key_cache, value_cache, query, size, {key_scales, value_scales, k_scale, v_scale});
+  const int64_t kv_heads = cache.kv_heads;
   TORCH_CHECK(kv_heads > 0 && heads % kv_heads == 0, heads, " query heads cannot share ", kv_heads,
               " KV heads evenly");
   TORCH_CHECK(sliding_window >= 0, "sliding_window must be 0 (none) or positive, got ", sliding_window);
   TORCH_CHECK(soft_cap >= 0, "soft_cap must be 0 (none) or positive, got ", soft_cap);
   if (alibi_slopes.has_value()) check_vector(*alibi_slopes, "alibi_slopes", at::kFloat, heads);
   TORCH_CHECK(split_keys >= 0 && split_keys % 128 == 0 && threads >= 0, "split_keys must be a multiple of 128");
+  TORCH_CHECK(cache.format == CacheFormat::kSame || kMaxWidenedKeys % std::max<int64_t>(split_keys, 1) == 0,
+              "split_keys must divide ", kMaxWidenedKeys, " for a cache of bytes, got ", split_keys);
 
   const PagedSequences sequences = paged_sequences(block_table, query_start, seq_lens, tokens,
                                                    key_cache.size(0), key_cache.size(2), sliding_window);
@@ -112,19 +117,16 @@ at::Tensor paged_attention_cut(const at::Tensor& query, const at::Tensor& key_ca
   args.query = query.const_data_ptr();
   args.query_token_stride = query.stride(0);
   args.query_head_stride = query.stride(1);
-  args.key_cache = key_cache.const_data_ptr();
-  args.value_cache = value_cache.const_data_ptr();
+  args.cache = cache;
   args.out = out.mutable_data_ptr();
   args.block_table = sequences.block_table;
   args.block_table_stride = sequences.block_table_stride;
   args.query_start = sequences.query_start;
   args.seq_lens = sequences.seq_lens;
   args.heads = heads;
-  args.kv_heads = kv_heads;
-  args.head_size = size;
   args.block_shift = sequences.block_shift;
   args.window = sliding_window;
-  args.scale = static_cast<float>(scale);
+  args.scale = static_cast<float>(scale * k_scale);
   args.soft_cap = static_cast<float>(soft_cap);
   args.slopes = alibi_slopes.has_value() ? alibi_slopes->const_data_ptr<float>() : nullptr;
   args.split_keys = split_keys;
@@ -141,9 +143,12 @@ at::Tensor paged_attention_cut(const at::Tensor& query, const at::Tensor& key_ca
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache,
                            const at::Tensor& block_table, const at::Tensor& query_start,
                            const at::Tensor& seq_lens, double scale, int64_t sliding_window, double soft_cap,
-                           const std::optional<at::Tensor>& alibi_slopes) {
+                           const std::optional<at::Tensor>& alibi_slopes,
+                           const std::optional<at::Tensor>& key_scales,
+                           const std::optional<at::Tensor>& value_scales, double k_scale, double v_scale) {
   return paged_attention_cut(query, key_cache, value_cache, block_table, query_start, seq_lens, scale,
-                             sliding_window, kSplitKeys, 0, soft_cap, alibi_slopes);
+                             sliding_window, kSplitKeys, 0, soft_cap, alibi_slopes, key_scales, value_scales,
+                             k_scale, v_scale);
 }
 
 }  // namespace
@@ -159,6 +164,7 @@ TORCH_LIBRARY_FRAGMENT(ascend_vllm, m) {
   m.def(
       "_paged_attention_cut(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, "
       "Tensor query_start, Tensor seq_lens, float scale, int sliding_window, int split_keys, int threads, "
-      "float soft_cap=0.0, Tensor? alibi_slopes=None) -> Tensor");
+      "float soft_cap=0.0, Tensor? alibi_slopes=None, Tensor? key_scales=None, Tensor? value_scales=None, "
+      "float k_scale=1.0, float v_scale=1.0) -> Tensor");
   m.impl("_paged_attention_cut", c10::DispatchKey::CPU, &ascend_vllm::paged_attention_cut);
 }

@@ -49,8 +49,9 @@ void rotary_embedding(const at::Tensor& positions, const at::Tensor& query, cons
 
 void rotary_store_kv(const at::Tensor& positions, const at::Tensor& query, const at::Tensor& key,
                      const at::Tensor& value, const at::Tensor& cos_sin_cache, bool is_neox,
-                     const at::Tensor& key_cache, const at::Tensor& value_cache,
-                     const at::Tensor& slot_mapping) {
+                     const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& slot_mapping,
+                     const std::optional<at::Tensor>& key_scales, const std::optional<at::Tensor>& value_scales,
+                     double k_scale, double v_scale) {
   TORCH_CHECK(key_cache.dim() == 4, "key_cache must have four dimensions, got shape ", key_cache.sizes());
   const int64_t head_size = key_cache.size(3);
   const RotaryArgs rotary = rotary_args(positions, query, key, head_size, cos_sin_cache, is_neox);
@@ -58,16 +59,17 @@ void rotary_store_kv(const at::Tensor& positions, const at::Tensor& query, const
               value.sizes());
   check_rows(value, "value");
   check_same_dtype(value, "value", key);
-  check_caches(key_cache, value_cache, key, rotary.heads[1], head_size);
+  const PagedCache cache =
+      paged_cache(key_cache, value_cache, key, head_size, {key_scales, value_scales, k_scale, v_scale});
+  TORCH_CHECK(cache.kv_heads == rotary.heads[1], "key_cache must have ", rotary.heads[1], " KV heads, got ",
+              cache.kv_heads);
   check_vector(slot_mapping, "slot_mapping", at::kLong, rotary.tokens);
   const RotaryStoreArgs args{
       .rotary = rotary,
       .value = value.const_data_ptr(),
       .value_stride = value.stride(0),
-      .key_cache = key_cache.mutable_data_ptr(),
-      .value_cache = value_cache.mutable_data_ptr(),
+      .cache = cache,
       .slots = slot_mapping.const_data_ptr<int64_t>(),
-      .block_size = key_cache.size(2),
   };
   launch([args, num_positions = cos_sin_cache.size(0), num_slots = key_cache.size(0) * key_cache.size(2)] {
     check_positions(args.rotary.positions, args.rotary.tokens, num_positions);

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "cpu/dispatch.h"
+#include "cpu/kernels/paged_cache.h"
 
 namespace ascend_vllm {
 
@@ -32,14 +33,13 @@ struct PagedAttentionArgs {
   DType dtype;
   const void* query;  // token t, head n starts at t * query_token_stride + n * query_head_stride elements
   int64_t query_token_stride, query_head_stride;
-  const void* key_cache;  // [P, K, S, D]
-  const void* value_cache;
-  void* out;  // [T, N, D]
+  PagedCache cache;  // its key_scale is part of `scale`
+  void* out;         // [T, N, D]
   const int32_t* block_table;
   int64_t block_table_stride;
   const int32_t* query_start;
   const int32_t* seq_lens;
-  int64_t heads, kv_heads, head_size;
+  int64_t heads;
   int block_shift;
   int64_t window;  // 0: none
   float scale;
@@ -61,6 +61,10 @@ constexpr int64_t kPagedTileRows = 128;
 
 // Enough for every instruction set; checked where the scratch is used.
 constexpr int64_t paged_scratch_floats(int64_t head_size) { return 768 * head_size + 8192; }
+// More of it for a cache of bytes.
+constexpr int64_t widened_scratch_floats(int64_t head_size) { return 1024 * head_size; }
+// Maximum split_keys for a cache of bytes.
+constexpr int64_t kMaxWidenedKeys = 512;
 
 #ifndef ASCEND_VLLM_ISA
 inline int choice_for(const PagedAttentionArgs& args) { return choice_of(args.dtype, kAttention); }
@@ -75,6 +79,7 @@ ASCEND_VLLM_KERNEL(paged_attention, PagedAttentionArgs)
 #include "cpu/kernels/paged_depth_lanes.h"
 #include "cpu/kernels/paged_query_lanes.h"
 #include "cpu/kernels/paged_query_tiles.h"
+#include "cpu/kernels/paged_widen.h"
 #include "cpu/parallel.h"
 
 namespace ascend_vllm {
@@ -99,6 +104,8 @@ constexpr bool fits_scratch(int64_t size) {
   return 2 * Part::floats(kPagedTileRows, size) + form <= paged_scratch_floats(size);
 }
 static_assert(fits_scratch(16) && fits_scratch(256));
+static_assert(WidenedBlocks<float>::scratch_floats(16) <= widened_scratch_floats(16));
+static_assert(kChunkKeys == kMaxWidenedKeys);
 
 #ifdef __AMX_BF16__
 // Minimum rows of a sequence for tiles: measured faster than vectors with 7 rows and slower with 1 to 4; 5 and
@@ -112,16 +119,19 @@ constexpr bool tiles_fit_scratch(int64_t size) {
 static_assert(tiles_fit_scratch(16) && tiles_fit_scratch(40) && tiles_fit_scratch(256));
 #endif
 
-template <class T>
+// T: of the query; Number: of the cache, T or a byte.
+template <class T, class Number>
 class PagedAttention {
+  static constexpr bool kIsWidened = !std::is_same_v<T, Number>;
+
  public:
   PagedAttention(const PagedAttentionArgs& args, const PagedItem& item, float* scratch)
       : args_(args),
         item_(item),
-        group_(args.heads / args.kv_heads),
+        group_(args.heads / args.cache.kv_heads),
         first_token_(args.query_start[item.sequence]),
         part_memory_(scratch),
-        scratch_(scratch + 2 * Part::floats(kPagedTileRows, args.head_size)) {
+        scratch_(scratch + 2 * Part::floats(kPagedTileRows, args.cache.head_size)) {
     const int64_t tokens = args.query_start[item.sequence + 1] - first_token_;
     sequence_rows_ = tokens * group_;
     rows_ = {item.row_begin,
@@ -131,29 +141,40 @@ class PagedAttention {
              args.window,
              args.soft_cap * kLog2E,
              args.slopes == nullptr ? nullptr : args.slopes + item.kv_head * group_};
-    const int64_t head_offset = item.kv_head * (args.head_size << args.block_shift);
-    blocks_ = {static_cast<const T*>(args.key_cache) + head_offset,
-               static_cast<const T*>(args.value_cache) + head_offset,
-               args.kv_heads * (args.head_size << args.block_shift),
+    const int64_t head_offset = item.kv_head * args.cache.head_stride;
+    blocks_ = {static_cast<const Number*>(args.cache.keys) + head_offset,
+               static_cast<const Number*>(args.cache.values) + head_offset,
+               args.cache.kv_heads * args.cache.head_stride,
                args.block_table + item.sequence * args.block_table_stride,
                args.block_shift,
-               args.head_size};
+               args.cache.head_size};
+    if (args.cache.key_scales != nullptr) {
+      blocks_.key_scales = args.cache.key_scales + item.kv_head * args.cache.scale_head_stride;
+      blocks_.value_scales = args.cache.value_scales + item.kv_head * args.cache.scale_head_stride;
+      blocks_.scale_stride = args.cache.kv_heads * args.cache.scale_head_stride;
+    }
   }
 
   void run() {
     // chosen by the sequence's rows, not the item's, so that the result does not depend on the items
-#ifdef __AMX_BF16__
-    if constexpr (std::is_same_v<T, bfloat16>) {
-      // tiles have a softmax of their own, which does not change scores
-      if (sequence_rows_ >= kMinTileRows && scale() > 0.0f && !rows_.changes_scores()) {
-        return run_with(QueryTiles(blocks_, rows_, scale(), scratch_));
-      }
-    }
-#endif
-    if (sequence_rows_ <= kMaxDepthRows) {
-      run_with(DepthLanes<T>(blocks_, rows_, scale(), scratch_));
+    const auto in_place = [](auto& form, int64_t begin, int64_t end, Part part) {
+      form.attend(begin, end, part);
+    };
+    if (!takes_tiles() && sequence_rows_ <= kMaxDepthRows) {
+      run_with(DepthLanes<Number>(blocks_, rows_, scale(), scratch_), in_place);
+    } else if constexpr (!kIsWidened) {
+      run_many_rows(blocks_, in_place);
     } else {
-      run_with(QueryLanes<T>(blocks_, rows_, scale(), scratch_));
+      WidenedBlocks<T> widened(args_.cache.head_size,
+                               part_memory_ + paged_scratch_floats(args_.cache.head_size));
+      run_many_rows(widened.blocks(), [&](auto& form, int64_t begin, int64_t end, Part part) {
+        widened.read(blocks_, begin, end);
+        // positions are those in the chunk
+        const int64_t chunk = round_down(begin, kChunkKeys);
+        rows_.first_position -= chunk;
+        form.attend(begin - chunk, end - chunk, part);
+        rows_.first_position += chunk;
+      });
     }
   }
 
@@ -161,19 +182,40 @@ class PagedAttention {
   // the softmax uses powers of two, so scores are scaled by log2 e
   float scale() const { return args_.scale * kLog2E; }
 
-  template <class Form>
-  void run_with(Form form) {
-    const int64_t rows = rows_.count(), size = args_.head_size;
+  bool takes_tiles() const {
+#ifdef __AMX_BF16__
+    // tiles have a softmax of their own, which does not change scores
+    if constexpr (std::is_same_v<T, bfloat16>) {
+      return sequence_rows_ >= kMinTileRows && scale() > 0.0f && !rows_.changes_scores();
+    }
+#endif
+    return false;
+  }
+
+  template <class Attend>
+  void run_many_rows(const HeadBlocks<T>& blocks, const Attend& attend) {
+#ifdef __AMX_BF16__
+    if constexpr (std::is_same_v<T, bfloat16>) {
+      if (takes_tiles()) return run_with(QueryTiles(blocks, rows_, scale(), scratch_), attend);
+    }
+#endif
+    run_with(QueryLanes<T>(blocks, rows_, scale(), scratch_), attend);
+  }
+
+  // attend(form, begin, end, part) computes the part of keys begin … end-1.
+  template <class Form, class Attend>
+  void run_with(Form form, const Attend& attend) {
+    const int64_t rows = rows_.count(), size = args_.cache.head_size;
     form.load_queries([this](int64_t row) { return query(row); });
     if (item_.merge < 0) {
       const Part total = Part::at(part_memory_, rows, size);
       const Part part = Part::at(part_memory_ + Part::floats(rows, size), rows, size);
       int64_t begin = item_.key_begin, end = split_end(begin);
-      form.attend(begin, end, total);
+      attend(form, begin, end, total);
       while (end < item_.key_end) {
         begin = end;
         end = split_end(begin);
-        form.attend(begin, end, part);
+        attend(form, begin, end, part);
         merge_part(total, part, rows, size);
       }
       write(total);
@@ -183,15 +225,17 @@ class PagedAttention {
     const auto part_of = [&](int64_t split) {
       return Part::at(args_.parts + merge.offset + split * Part::floats(rows, size), rows, size);
     };
-    form.attend(item_.key_begin, item_.key_end, part_of(item_.split));
+    attend(form, item_.key_begin, item_.key_end, part_of(item_.split));
     if (__atomic_sub_fetch(&merge.pending, 1, __ATOMIC_ACQ_REL) > 0) return;
     for (int64_t split = 1; split < merge.splits; ++split) merge_part(part_of(0), part_of(split), rows, size);
     write(part_of(0));
   }
 
   int64_t split_end(int64_t begin) const {
-    if (args_.split_keys == 0 || sequence_rows_ > kPagedTileRows) return item_.key_end;
-    return min_of(round_down(begin, args_.split_keys) + args_.split_keys, item_.key_end);
+    const bool is_whole = args_.split_keys == 0 || sequence_rows_ > kPagedTileRows;
+    if (is_whole && !kIsWidened) return item_.key_end;
+    const int64_t length = is_whole ? kChunkKeys : args_.split_keys;
+    return min_of(round_down(begin, length) + length, item_.key_end);
   }
 
   int64_t token_of(int64_t row) const { return first_token_ + row / group_; }
@@ -203,12 +247,12 @@ class PagedAttention {
   }
 
   void write(Part total) const {
-    const int64_t size = args_.head_size;
+    const int64_t size = args_.cache.head_size;
     for (int64_t i = 0; i < rows_.count(); ++i) {
       const int64_t row = rows_.begin + i;
       T* to = static_cast<T*>(args_.out) + (token_of(row) * args_.heads + head_of(row)) * size;
       const float* from = total.out + i * size;
-      const VecF factor = set1(1.0f / total.sum[i]);
+      const VecF factor = set1(args_.cache.value_scale / total.sum[i]);
       for_lanes(
           size, [&](int64_t d) { store(to + d, load(from + d) * factor); },
           [&](int64_t d, int rest) { store_n(to + d, load_n(from + d, rest) * factor, rest); });
@@ -223,16 +267,34 @@ class PagedAttention {
   float* const part_memory_;
   float* const scratch_;
   QueryRows rows_;
-  HeadBlocks<T> blocks_;
+  HeadBlocks<Number> blocks_;
 };
+
+// Calls body(T{}, Number{}) with the types of the query and of the cache.
+template <class Body>
+inline void with_cache(const PagedAttentionArgs& args, const Body& body) {
+  with_dtype(args.dtype, [&](auto zero) {
+    switch (args.cache.format) {
+      case CacheFormat::kSame:
+        return body(zero, zero);
+      case CacheFormat::kInt8:
+        return body(zero, int8_t{});
+      case CacheFormat::kFloat8E4m3:
+        return body(zero, float8_e4m3{});
+      case CacheFormat::kFloat8E5m2:
+        return body(zero, float8_e5m2{});
+    }
+  });
+}
 
 }  // namespace
 
 ASCEND_VLLM_DEFINE_KERNEL(paged_attention, PagedAttentionArgs) {
-  with_dtype(args.dtype, [&](auto zero) {
-    using T = decltype(zero);
+  with_cache(args, [&](auto query_zero, auto cache_zero) {
     const auto run_item = [&](int64_t i, int64_t thread) {
-      PagedAttention<T>(args, args.items[i], args.scratch + thread * args.scratch_stride).run();
+      PagedAttention<decltype(query_zero), decltype(cache_zero)>(args, args.items[i],
+                                                                 args.scratch + thread * args.scratch_stride)
+          .run();
     };
     if (args.threads == 1) {
       for (int64_t i = 0; i < args.num_items; ++i) run_item(i, 0);

@@ -1,6 +1,9 @@
 // Attention of few query rows, with vector lanes along the head: each key is read once and multiplied with
 // every query, and each dot product ends in a sum over lanes. For decoding with small groups;
 // paged_query_lanes.h is for more rows.
+//
+// Keys and values of one byte are widened in registers. Their scales, if each has its own, are applied to
+// scores and to weights, which are fewer than numbers.
 #pragma once
 
 #include "cpu/kernels/paged_softmax.h"
@@ -33,6 +36,7 @@ struct PairDepths {
   static VecF multiply_add(VecF acc, PairBF16 a, PairBF16 b) { return dot_pairs(acc, a, b); }
 };
 
+// T: of the cache.
 template <class T>
 class DepthLanes {
   using Kind = std::conditional_t<kPairsArePreferred && std::is_same_v<T, bfloat16>, PairDepths, SingleDepths>;
@@ -42,7 +46,7 @@ class DepthLanes {
   static constexpr int kKeys = 4;
 
  public:
-  static int64_t scratch_floats(int64_t head_size) { return kMaxDepthRows * (head_size + kTileKeys); }
+  static constexpr int64_t scratch_floats(int64_t head_size) { return kMaxDepthRows * (head_size + kTileKeys); }
 
   DepthLanes(const HeadBlocks<T>& blocks, const QueryRows& rows, float scale, float* scratch)
       : blocks_(blocks),
@@ -56,7 +60,7 @@ class DepthLanes {
   void load_queries(const RowOf& query) {
     const int64_t size = blocks_.head_size;
     for (int64_t i = 0; i < rows_.count(); ++i) {
-      const T* from = query(rows_.begin + i);
+      const auto* from = query(rows_.begin + i);
       Query* to = queries_ + i * size;
       for (int64_t d = 0; d < size; ++d) to[d] = convert(from[d]);
     }
@@ -70,6 +74,7 @@ class DepthLanes {
     for (int64_t tile = round_down(key_begin, kTileKeys); tile < key_end; tile += kTileKeys) {
       const int64_t begin = max_of(key_begin - tile, 0), end = min_of(key_end - tile, kTileKeys);
       score(tile, begin, end, key_end);
+      load_scales(tile, begin, end);
       float rescale[kMaxDepthRows];
       for (int64_t i = 0; i < rows_.count(); ++i) rescale[i] = weigh(i, tile, begin, end, part);
       add_values(tile, begin, end, rescale, part.out);
@@ -77,8 +82,9 @@ class DepthLanes {
   }
 
  private:
-  static Query convert(T x) {
-    if constexpr (Kind::kDepth == 2) {
+  template <class Given>
+  static Query convert(Given x) {
+    if constexpr (std::is_same_v<Given, Query>) {
       return x;
     } else {
       return to_float(x);
@@ -144,6 +150,23 @@ class DepthLanes {
     }
   }
 
+  // The scales of keys begin … end-1 of the tile and of its values; 1 for the others of the vectors they are
+  // in.
+  void load_scales(int64_t tile, int64_t begin, int64_t end) {
+    if (blocks_.key_scales == nullptr) return;
+    const int64_t first = round_down(begin, kLanes), last = round_up(end, kLanes);
+    for (float* scales : {key_scales_, value_scales_}) {
+      fill(scales + first, begin - first, 1.0f);
+      fill(scales + end, last - end, 1.0f);
+    }
+    blocks_.load_scales(blocks_.key_scales, tile + begin, tile + end, key_scales_ + begin);
+    blocks_.load_scales(blocks_.value_scales, tile + begin, tile + end, value_scales_ + begin);
+  }
+
+  static void multiply(float* numbers, const float* factors, int64_t first, int64_t last) {
+    for (int64_t n = first; n < last; n += kLanes) store(numbers + n, load(numbers + n) * load(factors + n));
+  }
+
   // Turns the scores of one row into weights; returns the factor for the earlier sums.
   float weigh(int64_t i, int64_t tile, int64_t begin, int64_t end, Part part) {
     float* scores = scores_ + i * kTileKeys;
@@ -151,6 +174,7 @@ class DepthLanes {
     const int64_t first = round_down(begin, kLanes), last = round_up(end, kLanes);
     const int64_t low = clamp(rows_.seen_from(row) - tile, begin, end);
     const int64_t high = clamp(rows_.position(row) + 1 - tile, low, end);
+    if (blocks_.key_scales != nullptr) multiply(scores, key_scales_, first, last);
     if (rows_.changes_scores()) change_scores(row, tile, first, last, scores);
     fill(scores + first, low - first, -__builtin_inff());
     fill(scores + high, last - high, -__builtin_inff());
@@ -164,6 +188,7 @@ class DepthLanes {
       store(scores + n, weight);
       sum = sum + weight;
     }
+    if (blocks_.value_scales != nullptr) multiply(scores, value_scales_, first, last);
     const float rescale = part.max[i] == new_max ? 1.0f : exp2_negative(part.max[i] - new_max);
     part.max[i] = new_max;
     part.sum[i] = part.sum[i] * rescale + reduce_add(sum);
@@ -260,6 +285,8 @@ class DepthLanes {
   const float scale_;
   float* const scores_;   // [kMaxDepthRows, kTileKeys]: scores, then weights
   Query* const queries_;  // [kMaxDepthRows, D]
+  float key_scales_[kTileKeys];
+  float value_scales_[kTileKeys];
 };
 
 }  // namespace

@@ -31,16 +31,16 @@ class PagedPlan {
     merges.clear();
     part_floats = 0;
     args_ = &args;
-    group_ = args.heads / args.kv_heads;
+    group_ = args.heads / args.cache.kv_heads;
     int64_t work = 0, rows = 0;
     for (int64_t s = 0; s < num_sequences; ++s) {
-      work += args.kv_heads * work_of(s, 0, rows_of(s));
+      work += args.cache.kv_heads * work_of(s, 0, rows_of(s));
       rows += rows_of(s);
     }
     threads = wanted_threads > 0 ? wanted_threads : threads_for(work);
     tile_rows_ = kPagedTileRows;
     while (threads > 1 && tile_rows_ > kLeastTileRows &&
-           rows * args.kv_heads < kItemsPerThread * threads * tile_rows_) {
+           rows * args.cache.kv_heads < kItemsPerThread * threads * tile_rows_) {
       tile_rows_ /= 2;
     }
     // splitting pays for an item that is a large part of a thread's work
@@ -68,14 +68,14 @@ class PagedPlan {
     if (begin == end) return 0;
     const int64_t first = key_end_of(s, begin) - key_begin_of(s, begin);
     const int64_t last = key_end_of(s, end - 1) - key_begin_of(s, end - 1);
-    return (end - begin) * (first + last) / 2 * args_->head_size / 4;
+    return (end - begin) * (first + last) / 2 * args_->cache.head_size / 4;
   }
 
   void add_sequence(int64_t s) {
     const int64_t rows = rows_of(s);
     for (int64_t begin = (rows - 1) / tile_rows_ * tile_rows_; begin >= 0; begin -= tile_rows_) {
       const int64_t end = std::min(begin + tile_rows_, rows);
-      for (int64_t k = 0; k < args_->kv_heads; ++k) {
+      for (int64_t k = 0; k < args_->cache.kv_heads; ++k) {
         PagedItem item{};
         item.sequence = static_cast<int32_t>(s);
         item.kv_head = static_cast<int32_t>(k);
@@ -103,7 +103,7 @@ class PagedPlan {
     }
     item.merge = static_cast<int32_t>(merges.size());
     merges.push_back({part_floats, static_cast<int32_t>(splits), static_cast<int32_t>(splits)});
-    part_floats += splits * (item.row_end - item.row_begin) * (args_->head_size + 2);
+    part_floats += splits * (item.row_end - item.row_begin) * (args_->cache.head_size + 2);
     for (int64_t i = 0; i < splits; ++i) {
       item.split = static_cast<int32_t>(i);
       item.key_begin = static_cast<int32_t>(std::max(begin, (first + i) * length));

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "common/dtype.h"
+#include "cpu/isa/bytes.h"
 
 namespace ascend_vllm {
 namespace {
@@ -50,6 +51,9 @@ struct HeadBlocks {
   const int32_t* table;
   int block_shift;  // log2 of the block size
   int64_t head_size;
+  const bfloat16* key_scales = nullptr;  // of each key of block 0; null: there are none
+  const bfloat16* value_scales = nullptr;
+  int64_t scale_stride = 0;  // elements from the scales of a block to those of the next one
 
   int64_t block_size() const { return int64_t{1} << block_shift; }
   int64_t offset(int64_t position) const {
@@ -57,6 +61,27 @@ struct HeadBlocks {
   }
   const T* key(int64_t position) const { return keys + offset(position); }
   const T* value(int64_t position) const { return values + offset(position); }
+
+  // Calls body(first, end) for positions begin … end-1 cut where blocks end, so that each part is contiguous.
+  template <class Body>
+  void for_runs(int64_t begin, int64_t end, const Body& body) const {
+    for (int64_t n = begin; n < end;) {
+      const int64_t run_end = (n & -block_size()) + block_size();
+      const int64_t stop = run_end < end ? run_end : end;
+      body(n, stop);
+      n = stop;
+    }
+  }
+  // Writes the scales (of keys or values) of positions begin … end-1 to `to`.
+  void load_scales(const bfloat16* scales, int64_t begin, int64_t end, float* to) const {
+    for_runs(begin, end, [&](int64_t first, int64_t stop) {
+      const bfloat16* from = scales + table[first >> block_shift] * scale_stride + (first & (block_size() - 1));
+      float* out = to + (first - begin);
+      for_lanes(
+          stop - first, [&](int64_t i) { store(out + i, load(from + i)); },
+          [&](int64_t i, int rest) { store_n(out + i, load_n(from + i, rest), rest); });
+    });
+  }
 
   // Prefetches `count` positions of one block, of keys or values, by default into L1 (kLocality is that of
   // __builtin_prefetch). Blocks are scattered, so hardware prefetching does not find the next one. Always

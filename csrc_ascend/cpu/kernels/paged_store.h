@@ -1,19 +1,19 @@
-// Copies keys and values into a paged cache; the dtype does not matter, so sizes are in bytes.
+// Writes the keys and values of a step into a paged cache.
 #pragma once
 
 #include "cpu/dispatch.h"
+#include "cpu/kernels/paged_cache.h"
 
 namespace ascend_vllm {
 
 struct StoreKvArgs {
-  const char* key;    // token t, head k starts at t * key_token_bytes + k * key_head_bytes
-  const char* value;  // likewise
-  char* key_cache;    // [P, K, S, D]
-  char* value_cache;
+  DType dtype;
+  const void* key;    // token t, head k starts at t * key_token_stride + k * key_head_stride elements
+  const void* value;  // likewise
+  PagedCache cache;
   const int64_t* slots;  // [tokens], block * S + offset; negative: skip
-  int64_t tokens, kv_heads, block_size;
-  int64_t head_bytes;  // D elements
-  int64_t key_token_bytes, key_head_bytes, value_token_bytes, value_head_bytes;
+  int64_t tokens;
+  int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
 };
 
 ASCEND_VLLM_KERNEL(store_kv, StoreKvArgs)
@@ -22,26 +22,36 @@ ASCEND_VLLM_KERNEL(store_kv, StoreKvArgs)
 
 #ifdef ASCEND_VLLM_ISA
 
+#include "cpu/kernels/paged_write.h"
 #include "cpu/parallel.h"
 
 namespace ascend_vllm {
+namespace {
 
-ASCEND_VLLM_DEFINE_KERNEL(store_kv, StoreKvArgs) {
-  const StoreKvArgs a = args;
+template <class T>
+void store_kv(const StoreKvArgs& a) {
+  const PagedCache& cache = a.cache;
+  const auto* keys = static_cast<const T*>(a.key);
+  const auto* values = static_cast<const T*>(a.value);
   // a copy moves about sixteen bytes in the time of an elementary operation
-  parallel_for(a.tokens, 2 * a.kv_heads * a.head_bytes / 16, [&](int64_t begin, int64_t end) {
+  const int64_t operations =
+      cache.format == CacheFormat::kSame ? sizeof(T) * cache.head_size / 16 : cache.head_size;
+  parallel_for(a.tokens, 2 * cache.kv_heads * operations, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      const int64_t slot = a.slots[t];
-      if (slot < 0) continue;
-      const int64_t block = slot / a.block_size, offset = slot % a.block_size;
-      for (int64_t k = 0; k < a.kv_heads; ++k) {
-        const int64_t to = ((block * a.kv_heads + k) * a.block_size + offset) * a.head_bytes;
-        __builtin_memcpy(a.key_cache + to, a.key + t * a.key_token_bytes + k * a.key_head_bytes, a.head_bytes);
-        __builtin_memcpy(a.value_cache + to, a.value + t * a.value_token_bytes + k * a.value_head_bytes,
-                         a.head_bytes);
+      if (a.slots[t] < 0) continue;
+      for (int64_t k = 0; k < cache.kv_heads; ++k) {
+        const RowPlace place = row_place(cache, a.slots[t], k);
+        write_key(cache, place, keys + t * a.key_token_stride + k * a.key_head_stride);
+        write_value(cache, place, values + t * a.value_token_stride + k * a.value_head_stride);
       }
     }
   });
+}
+
+}  // namespace
+
+ASCEND_VLLM_DEFINE_KERNEL(store_kv, StoreKvArgs) {
+  with_dtype(args.dtype, [&](auto tag) { store_kv<decltype(tag)>(args); });
 }
 
 }  // namespace ascend_vllm

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/dispatch.h"
+#include "cpu/kernels/paged_cache.h"
 
 namespace ascend_vllm {
 
@@ -22,10 +23,8 @@ struct RotaryStoreArgs {
   RotaryArgs rotary;  // its key rows are only read
   const void* value;  // row t starts at t * value_stride elements
   int64_t value_stride;
-  void* key_cache;  // [P, K, S, D]
-  void* value_cache;
+  PagedCache cache;
   const int64_t* slots;  // [tokens], block * S + offset; negative: skip
-  int64_t block_size;
 };
 
 ASCEND_VLLM_KERNEL(rotary_embedding, RotaryArgs)
@@ -35,6 +34,7 @@ ASCEND_VLLM_KERNEL(rotary_store_kv, RotaryStoreArgs)
 
 #ifdef ASCEND_VLLM_ISA
 
+#include "cpu/kernels/paged_write.h"
 #include "cpu/kernels/rotary_pairs.h"
 #include "cpu/parallel.h"
 
@@ -69,21 +69,22 @@ void rotary_embedding(const RotaryArgs& a) {
 template <class T>
 void rotary_store_kv(const RotaryStoreArgs& args) {
   const RotaryArgs& a = args.rotary;
-  const int64_t kv_heads = a.heads[1], size = a.head_size;
+  const PagedCache& cache = args.cache;
+  const int64_t size = a.head_size;
   parallel_for(a.tokens, elementary_operations(a), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       rotate_row<T>(a, 0, t);
-      const int64_t slot = args.slots[t];
-      if (slot < 0) continue;
+      if (args.slots[t] < 0) continue;
       const T* key = static_cast<const T*>(a.rows[1]) + t * a.strides[1];
       const T* value = static_cast<const T*>(args.value) + t * args.value_stride;
-      const int64_t first = slot / args.block_size * kv_heads * args.block_size + slot % args.block_size;
-      for (int64_t k = 0; k < kv_heads; ++k, key += size, value += size) {
-        const int64_t place = (first + k * args.block_size) * size;
-        T* to = static_cast<T*>(args.key_cache) + place;
+      for (int64_t k = 0; k < cache.kv_heads; ++k, key += size, value += size) {
+        const RowPlace place = row_place(cache, args.slots[t], k);
+        T buffer[kMaxHeadSize];
+        T* to = cache.format == CacheFormat::kSame ? static_cast<T*>(cache.keys) + place.numbers : buffer;
         rotate_head(a, t, to, key);
         __builtin_memcpy(to + a.rot_dim, key + a.rot_dim, (size - a.rot_dim) * sizeof(T));
-        __builtin_memcpy(static_cast<T*>(args.value_cache) + place, value, size * sizeof(T));
+        if (to == buffer) write_key(cache, place, buffer);
+        write_value(cache, place, value);
       }
     }
   });
