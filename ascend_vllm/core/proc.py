@@ -37,6 +37,7 @@ from ascend_vllm.core.clients import Clients
 from ascend_vllm.core.engine_core import EngineCore, build
 from ascend_vllm.errors import AscendVllmError, EngineDeadError, RequestError
 from ascend_vllm.logger import init_logger, name_process
+from ascend_vllm.process_memory import settle
 from ascend_vllm.types.messages import (
     AbortRequests,
     CoreInbound,
@@ -310,9 +311,8 @@ def _start(fd: int) -> tuple[EngineCore | None, EngineReady | EngineFailed | Non
     except Exception as error:
         logger.exception("The engine core cannot start")
         return None, EngineFailed(EngineDeadError.__name__, f"{type(error).__name__}: {error}")
-    # objects that exist now live until the end: the garbage collector need not visit them again
-    gc.collect()
-    gc.freeze()
+    settle()
+    gc.enable()
     return core, EngineReady(
         num_gpu_blocks=core.num_blocks,
         block_size=config.cache.block_size,
@@ -331,6 +331,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_on_sigterm)
+    # a tenth of the time in which torch is imported; `_start` turns it on again
+    gc.disable()
     with zmq.Context() as context:
         pairs = [
             (_connect(context, zmq.PULL, inbound), _connect(context, zmq.PUSH, outbound))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -20,6 +20,7 @@ from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.engine.api_group import ApiGroup, Count, SharedCounts
 from ascend_vllm.engine.async_controls import AsyncControls
 from ascend_vllm.engine.core_client import CoreClient
+from ascend_vllm.engine.core_process import CoreProcess
 from ascend_vllm.engine.core_receiver import LoopTask
 from ascend_vllm.engine.input_processor import InputProcessor, ProcessedRequest, PromptType, refuse_adapters
 from ascend_vllm.engine.metrics import BACKLOG_FULL, LOG_INTERVAL_S, EngineMetrics, StepStats
@@ -62,6 +63,7 @@ class AsyncLLM(AsyncControls):
         config: of the engine.
         group: of the API-server processes that share the engine cores, which their parent starts; None: the cores are
             this process's own.
+        cores: the processes of the engine cores, if this process has made them already; with `group` they are its.
 
     Attributes:
         config: of the engine.
@@ -81,12 +83,14 @@ class AsyncLLM(AsyncControls):
         engine.shutdown()
     """
 
-    def __init__(self, config: EngineConfig, group: ApiGroup | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, group: ApiGroup | None = None, cores: Sequence[CoreProcess] | None = None
+    ) -> None:
         super().__init__(group)
         self.config = config
         counts = None if group is None else group.counts
         self._metrics = EngineMetrics(config, counts)
-        self._client = CoreClient(config, self._on_outputs, self._on_death, group)
+        self._client = CoreClient(config, self._on_outputs, self._on_death, group, cores)
         self._client.start()
         try:
             # meanwhile the core imports torch and reads the weights

@@ -14,7 +14,7 @@ import zmq
 
 from ascend_vllm import envs
 from ascend_vllm.config.engine import EngineConfig
-from ascend_vllm.engine.core_process import AttachedCore, CoreProcess
+from ascend_vllm.engine.core_process import AttachedCore, CoreProcess, make_core_processes
 from ascend_vllm.engine.core_receiver import CoreReceiver, LoopTask
 from ascend_vllm.engine.request_router import RequestRouter
 from ascend_vllm.errors import AscendVllmError, ConfigError, EngineDeadError, ModelLoadError, RequestError
@@ -74,6 +74,7 @@ class CoreClient:
             callable for the event loop.
         on_death: called once if a core that has started hangs or ends unexpectedly.
         group: this process's, whose parent starts and ends the cores; None: they are this process's own.
+        processes: the cores of this process, by rank, if they have been made already.
 
     Raises:
         ConfigError: VLLM_ENGINE_ITERATION_TIMEOUT_S is no number of seconds.
@@ -85,6 +86,7 @@ class CoreClient:
         on_outputs: Callable[[EngineCoreOutputs, int], LoopTask],
         on_death: Callable[[EngineDeadError], None],
         group: ApiGroup | None = None,
+        processes: Sequence[CoreProcess] | None = None,
     ) -> None:
         self._timeout_s = envs.engine_iteration_timeout_s(FACTS[config.device.device].iteration_timeout_s)
         self._on_outputs = on_outputs
@@ -109,8 +111,12 @@ class CoreClient:
         self._owns_cores = group is None
         self._cores: list[_Core] = []
         try:
-            for rank in range(size):
-                process = CoreProcess(config, rank) if group is None else group.cores[rank]
+            cores: Sequence[CoreProcess | AttachedCore] = processes or []
+            if group is not None:
+                cores = group.cores
+            elif processes is None:
+                cores = make_core_processes(config)
+            for rank, process in enumerate(cores):
                 self._cores.append(_Core(config, rank, process, self._take, self._reject))
         except BaseException:
             self.shutdown()

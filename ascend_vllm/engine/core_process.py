@@ -13,6 +13,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import msgspec
 
@@ -38,8 +39,8 @@ class CoreProcess:
         num_clients: API-server processes, each of which has an address of its own in both directions.
 
     Attributes:
-        inbound: address of messages to the core; bind a PUSH socket there before `start`.
-        outbound: address of messages from the core; bind a PULL socket there before `start`.
+        inbound: address of messages to the core; bind a PUSH socket there.
+        outbound: address of messages from the core; bind a PULL socket there.
         addresses: both for each client; `inbound` and `outbound` are the first client's.
     """
 
@@ -47,6 +48,7 @@ class CoreProcess:
         self._config = config_of_engine(config, rank)
         self._environment = environment_of_engine(config, rank)
         self._process: subprocess.Popen[bytes] | None = None
+        self._exit: Future[int] = Future()
         self._directory = make_socket_directory()
         self.addresses = [
             (f"ipc://{self._directory}/inbound{suffix}", f"ipc://{self._directory}/outbound{suffix}")
@@ -56,11 +58,17 @@ class CoreProcess:
         self._cleanup = weakref.finalize(self, _kill_and_clean, None, self._directory)
 
     def start(self, on_exit: Callable[[int], None]) -> None:
-        """Starts the process.
+        """Starts the process, unless `launch` has.
 
         Args:
-            on_exit: called once with the exit code, in a thread of its own.
+            on_exit: called once with the exit code: in a thread of its own, or here if the process has ended.
         """
+        if self._process is None:
+            self.launch()
+        self._exit.add_done_callback(lambda exit: on_exit(exit.result()))
+
+    def launch(self) -> None:
+        """Starts the process before anybody can take its messages, which wait until the sockets are bound."""
         command = [sys.executable, "-m", "ascend_vllm.core.proc"]
         for inbound, outbound in self.addresses:
             command += ["--input", inbound, "--output", outbound]
@@ -73,7 +81,7 @@ class CoreProcess:
         payload = msgspec.msgpack.encode(self._config)
         threading.Thread(
             target=_feed_and_wait,
-            args=(process, len(payload).to_bytes(4) + payload, on_exit),
+            args=(process, len(payload).to_bytes(4) + payload, self._exit),
             name="engine-core-watch",
             daemon=True,
         ).start()
@@ -189,6 +197,11 @@ class AttachedCore:
             _signal_session(self.pid, number)
 
 
+def make_core_processes(config: EngineConfig, num_clients: int = 1) -> list[CoreProcess]:
+    """The processes of all engine cores of --data-parallel-size, by rank; none is started."""
+    return [CoreProcess(config, rank, num_clients) for rank in range(config.parallel.data_parallel_size)]
+
+
 def config_of_engine(config: EngineConfig, rank: int) -> EngineConfig:
     """The configuration of one engine core.
 
@@ -219,14 +232,14 @@ def environment_of_engine(config: EngineConfig, rank: int) -> dict[str, str]:
     return {VISIBLE_NPUS: ",".join(cards)}
 
 
-def _feed_and_wait(process: subprocess.Popen[bytes], payload: bytes, on_exit: Callable[[int], None]) -> None:
+def _feed_and_wait(process: subprocess.Popen[bytes], payload: bytes, exit_code: Future[int]) -> None:
     """Writes the configuration, which the pipe may not hold at once, and waits for the end; runs in a thread."""
     if process.stdin is None:
         raise RuntimeError("the engine core has no stdin")
     with contextlib.suppress(OSError):  # a process that died early is reported by its exit code
         process.stdin.write(payload)
         process.stdin.flush()
-    on_exit(process.wait())
+    exit_code.set_result(process.wait())
 
 
 def make_socket_directory() -> str:

@@ -343,6 +343,7 @@ class CausalLM(Layer, abc.ABC):
         lm_head: made by `_make_lm_head`.
         ignored_weights: checkpoint tensors that the model does not need, as regular expressions over whole names.
         pooler: of a pooling model, instead of the LM head.
+        num_weights: numbers in the weights of this stage and rank, set when they are loaded.
 
     Raises:
         ModelLoadError: config.json has an unsupported value.
@@ -354,6 +355,7 @@ class CausalLM(Layer, abc.ABC):
     lm_head: LMHead | TiedLMHead | NoLMHead
     ignored_weights: tuple[str, ...] = (r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)",)
     pooler: Pooler | None = None
+    num_weights: int = 0
 
     @abc.abstractmethod
     def __init__(self, config: ModelConfig, context: BuildContext) -> None: ...

@@ -81,6 +81,7 @@ def load_model(model_config: ModelConfig, load_config: LoadConfig, context: Buil
     with torch.no_grad():
         model = _build(model_class, model_config, context)
         unfilled = _Unfilled(model)
+        model.num_weights = unfilled.num_weights
         if load_config.load_format == "dummy":
             _fill_randomly(unfilled, model_config.seed)
         else:
@@ -123,9 +124,11 @@ class _Unfilled:
     Attributes:
         slots: by name in the checkpoint, which several may share; filled ones are removed, since they refer to the
             loaded form.
+        num_weights: numbers that all slots take together.
     """
 
     def __init__(self, model: Layer) -> None:
+        self.num_weights = 0
         self.slots: dict[str, list[WeightSlot]] = {}
         # layer of each slot, and how many of its slots are unfilled
         self._owners: dict[WeightSlot, Layer] = {}
@@ -133,6 +136,7 @@ class _Unfilled:
         for layer in model.layers():
             slots = layer.slots()
             self._num_missing[layer] = len(slots)
+            self.num_weights += sum(math.prod(slot.target.shape) for slot in slots)
             for slot in slots:
                 self.slots.setdefault(slot.name, []).append(slot)
                 self._owners[slot] = layer

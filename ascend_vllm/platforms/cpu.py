@@ -27,6 +27,11 @@ DEFAULT_KV_CACHE_BYTES = 4 * GIB
 # of the memory that is free once the weights are loaded; the rest is for activations and other processes
 DEFAULT_KV_CACHE_SHARE = 0.25
 
+# weights that the cores' caches hold, so that a thread need not wait for memory
+_SMALL_MODEL = 1 << 24
+# multiplications and additions that take one thread some milliseconds at most
+_SMALL_STEP = 1 << 29
+
 
 def _in_gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
@@ -45,6 +50,7 @@ class CpuPlatform(Platform):
 
     # number of workers of all engines, which share the machine's memory
     _num_workers = 1
+    _threads = _threads_in_use = _threads_of_small_steps = 1
     _address = LOOPBACK
 
     def initialize(
@@ -53,10 +59,26 @@ class CpuPlatform(Platform):
         """Sets torch's threads: OMP_NUM_THREADS, or this worker's share of the cores that the process may use."""
         self._num_workers = num_workers * num_engines
         self._address = address
-        threads = envs.omp_num_threads() or max(1, usable_cores() // self._num_workers)
+        chosen = envs.omp_num_threads()
+        threads = chosen or max(1, usable_cores() // self._num_workers)
+        self._threads = self._threads_in_use = self._threads_of_small_steps = threads
+        if chosen is None and self._num_workers == 1:
+            self._threads_of_small_steps = max(1, threads - 1)
         torch.set_num_threads(threads)
         logger.info("CPU worker %d computes on %d threads", local_rank, threads)
         return torch.device("cpu")
+
+    def begin_step(self, num_tokens: int, num_weights: int) -> None:
+        """Leaves a core to the API server in small steps, as decoding with a tiny model is.
+
+        There the server's own work takes as long as the step: compute threads on all cores wait for one another, and
+        for it. OMP_NUM_THREADS, if set, is used in all steps. The results are the same with any number of threads.
+        """
+        is_small = num_weights <= _SMALL_MODEL and num_tokens * num_weights <= _SMALL_STEP
+        threads = self._threads_of_small_steps if is_small else self._threads
+        if threads != self._threads_in_use:
+            torch.set_num_threads(threads)
+            self._threads_in_use = threads
 
     def process_groups(
         self, store: Store, rank: int, partitions: Sequence[Sequence[Sequence[int]]], timeout: datetime.timedelta

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-_HUGE_PAGE_BYTES = 2 << 20
+# below this a mapping of its own wastes too much of its last page
+_LEAST_MAPPED_BYTES = 64 << 10
 _CPU = torch.device("cpu")
 
 
@@ -34,7 +35,8 @@ def allocate_on_first_use(num_bytes: int) -> torch.Tensor:
 def weight_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:
     """Memory for a weight. On CPU it is in huge pages if possible, since decoding reads all of it in every step.
 
-    CPU memory of a large weight is returned to the system as soon as the tensor is freed, which malloc may not do.
+    CPU memory of all but small weights is allocated when it is first written, and returned to the system as soon as
+    the tensor is freed, which malloc may not do.
 
     Returns:
         Zeros on CPU; uninitialised on other devices.
@@ -42,7 +44,7 @@ def weight_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device
     if device.type != "cpu":
         return torch.empty(*shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < _HUGE_PAGE_BYTES:
+    if num_bytes < _LEAST_MAPPED_BYTES:
         return torch.zeros(*shape, dtype=dtype)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     _ask_for_huge_pages(pages)

@@ -159,6 +159,9 @@ class Platform(abc.ABC):
     def free_bytes(self) -> int:
         """Free memory of the device."""
 
+    def begin_step(self, num_tokens: int, num_weights: int) -> None:  # noqa: B027 - most devices have nothing to do
+        """Prepares the device for a step of so many tokens with a model of so many weights."""
+
     def release_memory(self) -> None:  # noqa: B027 - most devices have nothing to do
         """Returns cached memory of freed tensors to the device."""
 

@@ -227,6 +227,7 @@ class Worker:
         """Runs one step; see `ModelRunner.execute`."""
         if self._runner is None:
             raise RuntimeError("the worker has no KV cache: call initialize_cache first")
+        self._platform.begin_step(sum(step.num_scheduled_tokens), self.get_model().num_weights)
         return self._runner.execute(step)
 
     def get_model(self) -> CausalLM:

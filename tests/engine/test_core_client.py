@@ -376,3 +376,31 @@ def test_a_process_never_started_leaves_nothing() -> None:
     assert directory.stat().st_mode & 0o777 == 0o700
     process.stop(1.0)
     assert not directory.exists()
+
+
+async def test_cores_may_be_launched_before_there_is_a_client() -> None:
+    """Their first messages wait for its sockets."""
+    config = tiny_config()
+    (process,) = core_process.make_core_processes(config)
+    process.launch()
+    client = CoreClient(config, ignore, ignore, processes=[process])
+    client.start()
+    try:
+        assert client.pids == [process.pid]
+        (size,) = await asyncio.wait_for(client.ready(), 60)
+        assert size.num_gpu_blocks > 0
+    finally:
+        client.shutdown()
+
+
+def test_the_end_of_a_launched_core_is_told_to_whoever_asks_later() -> None:
+    process = CoreProcess(make_config())
+    process.launch()
+    try:
+        process.kill()
+        assert process._exit.result(30) == -signal.SIGKILL
+        codes: list[int] = []
+        process.start(codes.append)
+        assert codes == [-signal.SIGKILL] == [process.exit_code]
+    finally:
+        process.stop(0.0)

@@ -127,6 +127,13 @@ def test_dummy_weights_need_no_files_and_follow_the_seed(tmp_path: pathlib.Path)
     assert run(1).isfinite().all()
 
 
+def test_weights_are_counted() -> None:
+    directory = tiny_model("llama")
+    files = load_file(pathlib.Path(directory) / "model.safetensors")
+    model = load(make_model_config(directory))
+    assert model.num_weights == sum(tensor.numel() for tensor in files.values()) > 1000
+
+
 def test_loaded_forms_are_freed() -> None:
     """After loading, a linear layer has only its packed weight, and no slot keeps another copy alive."""
     model = load(make_model_config(tiny_model("llama")))

@@ -105,6 +105,33 @@ def test_the_cpu_gets_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "num_workers", "expected"),
+    [(None, 1, [3, 4, 4, 3]), ("4", 1, [4, 4, 4, 4]), (None, 2, [2, 2, 2, 2])],
+    ids=["one worker", "OMP_NUM_THREADS", "two workers"],
+)
+def test_small_steps_of_small_models_leave_a_core_to_the_server(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None, num_workers: int, expected: list[int]
+) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(cpu, "usable_cores", lambda: 4)
+    if chosen is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    try:
+        platform = CpuPlatform()
+        platform.initialize(0, num_workers)
+        found = []
+        # 64 rows of a model of 5 million weights, its prompts, one row of a model of half a billion, and a row again
+        for num_tokens, num_weights in ((64, 5_000_000), (2048, 5_000_000), (1, 494_000_000), (1, 5_000_000)):
+            platform.begin_step(num_tokens, num_weights)
+            found.append(torch.get_num_threads())
+        assert found == expected
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_npu_says_what_is_missing(torch_npu_is_there: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"libascendcl\.so of CANN cannot be loaded.*ascend-vllm doctor"):
         NpuPlatform().initialize(0)

@@ -31,7 +31,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ascend_vllm.engine.api_group import ApiGroup
-from ascend_vllm.engine.core_process import AttachedCore, CoreProcess, make_socket_directory
+from ascend_vllm.engine.core_process import AttachedCore, CoreProcess, make_core_processes, make_socket_directory
 from ascend_vllm.errors import AscendVllmError, ConfigError
 from ascend_vllm.logger import init_logger, name_process
 
@@ -82,7 +82,7 @@ def serve_by_processes(
     num_engines = config.parallel.data_parallel_size
     with _private_directory() as directory:
         group = ApiGroup(count, num_engines, directory)
-        cores = [CoreProcess(config, rank, count) for rank in range(num_engines)]
+        cores = make_core_processes(config, count)
         stop.hold_back()
         servers = _ApiServers(count)
         try:

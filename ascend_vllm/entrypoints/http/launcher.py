@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
-import gc
 import json
 import logging.config
 import pathlib
@@ -23,12 +22,14 @@ from typing import TYPE_CHECKING
 
 import ascend_vllm
 from ascend_vllm.args.tables.server import HttpArgs
+from ascend_vllm.engine.core_process import make_core_processes
 from ascend_vllm.entrypoints.demo_model import DEMO_MODEL_NAME, ensure_demo_model
 from ascend_vllm.entrypoints.http import tls
 from ascend_vllm.entrypoints.http.start_page import base_url, changed_flags, start_page
 from ascend_vllm.entrypoints.http.stop_signals import StopSignals
 from ascend_vllm.errors import AscendVllmError, ConfigError
 from ascend_vllm.logger import init_logger
+from ascend_vllm.process_memory import settle
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -193,12 +194,20 @@ def serve(program: Program) -> int:
                 # a log that the user configures stays as it is
                 with_names=http_args.log_config_file is None,
             )
-        # imported late: not needed for --help and invalid flags
-        from ascend_vllm.engine.async_llm import AsyncLLM
-
+        config = engine_args.create_engine_config()
         with stop.held_back():
-            # the engine core starts here, in its own process; meanwhile this one imports the web framework
-            engine = AsyncLLM.from_engine_args(engine_args)
+            # the engine cores start here, in their own processes; meanwhile this one imports what it needs
+            cores = make_core_processes(config)
+            try:
+                for core in cores:
+                    core.launch()
+                from ascend_vllm.engine.async_llm import AsyncLLM
+
+                engine = AsyncLLM(config, cores=cores)
+            except BaseException:
+                for core in cores:
+                    core.stop(0)
+                raise
         try:
             return _open(program, engine, sock, stop, example, start)
         finally:
@@ -266,6 +275,8 @@ def _open(
     async def serve_app() -> int:
         try:
             with stop.cancelling():
+                # most of the work is done while the engine core loads the model
+                settle()
                 await engine.ready()
                 app = make_app(engine)
                 if engine.group is None or engine.group.is_first:
@@ -278,9 +289,7 @@ def _open(
                     access_log=program.access_log,
                     example=example,
                 )
-                # objects that exist now are permanent: exclude them from garbage collections
-                gc.collect()
-                gc.freeze()
+                settle()
                 sys.setswitchinterval(_SWITCH_INTERVAL_S)
                 if engine.group is None or engine.group.is_first:
                     logger.info("server launch time cost: %.2f s", time.monotonic() - start)

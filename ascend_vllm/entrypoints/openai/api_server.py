@@ -70,6 +70,9 @@ def _run_server(args: argparse.Namespace) -> int:
     parsers = ChatParsers.from_flags(frontend_args, engine_args.reasoning_parser)
 
     def load_app() -> Callable[[AsyncLLM], FastAPI]:
+        # FastAPI imports it with the first route, that is, when the engine is ready
+        import pydantic.v1  # noqa: F401
+
         from ascend_vllm.entrypoints.openai.app import build_app
 
         return lambda engine: build_app(engine, frontend_args, log_requests=log_requests, parsers=parsers)
