@@ -90,6 +90,27 @@ EDITS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_plan_is_kept_only_while_rows_and_parameters_are_the_same(edit: str) -> None:
+    logits = torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    before = SamplingParams(temperature=0.0)
+    after = SamplingParams(**({"temperature": 0.0, "seed": 1} | EDITS[edit]))
+    batch = InputBatch(4, 32, 16, VOCAB_SIZE)
+    sampler = Sampler(batch, RAW_LOGPROBS, torch.device("cpu"))
+    slots = np.array([0, 1])
+    for params in (before, after):
+        rows = [NewRow(slot, f"r{slot}", [1], 1, 0, [slot], params, slot, [2]) for slot in (0, 1)]
+        batch.apply(SchedulerOutput(0, [], rows, [], [], []))
+        for _ in range(2):
+            found = sample(sampler, logits.clone(), [0, 1]).token_ids
+            assert found.tolist() == sample(make_sampler(params, params), logits.clone(), [0, 1]).token_ids.tolist()
+        # ids that are forbidden until a row is long enough depend on the step
+        assert (sampler.plan(slots) is sampler.plan(slots.copy())) == (params.min_tokens == 0)
+        assert sampler.plan(slots) is not sampler.plan(slots[::-1].copy())
+    batch.apply(SchedulerOutput(0, [0, 1], [], [], [], []))
+    assert sampler.plan(slots).needed == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("all_ask", [True, False], ids=["all ask", "one asks"])
 @pytest.mark.parametrize("edit", EDITS)
