@@ -9,13 +9,13 @@
     python benchmarks/compare_servers.py --model /tmp/qwen2-0.5b --rows c1 c8 --rounds 1 --peer none
 
 Both servers get the same flags (bfloat16, KV cache of the same size), and only one computes at a time; in each round
-a row is measured on ours, then on the peer's, with the same prompts, new in each round. vLLM is bound to all
-cores, with tcmalloc if installed. Prefix caching and chunked prefill have each server's defaults, but are on for
-both in the rows "prefix" and "mixed". In the rows "open-ttft" and "open-gap" requests of mixed lengths arrive as a
-Poisson process for five minutes (--open-s), at the same rate for both: --open-rate, or 80% of what the peer answers
-in a closed loop. The rows "start" and "memory" start the servers each time, after a warm-up start, so that files and
-compiled graphs are cached (--warm-starts). The machine's limits are measured before and after each reading, when all
-servers are idle.
+a row is measured on ours, then on the peer's, with the same prompts, new in each round. vLLM is bound to all cores,
+with tcmalloc if installed. Prefix caching and chunked prefill have each server's defaults, but are on for both in
+the rows "prefix", "mixed", "long8k" and "long8k-mixed". In the rows "open-ttft" and "open-gap" requests of mixed
+lengths arrive as a Poisson process for five minutes (--open-s), at the same rate for both: --open-rate, or 80% of
+what the peer answers in a closed loop. The rows "start" and "memory" start the servers each time, after a warm-up
+start, so that files and compiled graphs are cached (--warm-starts). The machine's limits are measured before and
+after each reading, when all servers are idle.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _SATURATION_SEED = 800_000
 # of the peer's saturation, at which requests of the open loop arrive
 _OPEN_SHARE = 0.8
 # vLLM's defaults, which are flags here
-_SETUP_FLAGS = {"shared": ("--enable-prefix-caching", "--enable-chunked-prefill")}
+_SHARED_FLAGS = ("--enable-prefix-caching", "--enable-chunked-prefill")
+_SETUP_FLAGS = {"shared": _SHARED_FLAGS, "long8k": _SHARED_FLAGS}
 
 
 class Comparison:
@@ -83,7 +84,9 @@ class Comparison:
     def _flags(self, setup: str) -> list[str]:
         args = self._args
         size = args.memory_kv_cache_bytes if setup == "fresh" else args.kv_cache_bytes
-        flags = ["--dtype", "bfloat16", "--max-model-len", str(args.max_model_len)]
+        # an answer to a long prompt has at most four tokens, in the warm-up
+        longest = max(args.max_model_len, self._sizes.long8k_len + 4) if setup == "long8k" else args.max_model_len
+        flags = ["--dtype", "bfloat16", "--max-model-len", str(longest)]
         flags += ["--kv-cache-memory-bytes", str(size)]
         return [*flags, *_SETUP_FLAGS.get(setup, ())]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import math
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -91,9 +92,9 @@ class Client:
         return {name: value for name, value in found.items() if isinstance(value, int | float)}
 
     def mixed(
-        self, *, seed: int, streams: int, input_len: int, output_len: int, long_len: int
+        self, *, seed: int, streams: int, input_len: int, output_len: int, long_len: int, long_prompts: int
     ) -> tuple[list[float], list[float]]:
-        """Streams answers and sends long prompts meanwhile, each after the first token of the one before.
+        """Streams answers and sends long prompts meanwhile, the next ones after the first tokens of those before.
 
         Args:
             seed: of the prompts.
@@ -101,6 +102,7 @@ class Client:
             input_len: tokens of their prompts.
             output_len: tokens of these answers.
             long_len: tokens of the prompts that arrive until all of the answers are complete.
+            long_prompts: how many of them are sent at a time.
 
         Returns:
             seconds between tokens of the streams, and seconds to first tokens of the long prompts.
@@ -119,7 +121,7 @@ class Client:
             try:
                 generator = LoadGenerator(args, client, self._model_name, self._tokenizer)
                 streaming = asyncio.create_task(generator.run(requests))
-                return await _until_done(streaming, generator, prompts)
+                return await _until_done(streaming, generator, prompts, long_prompts)
             finally:
                 client.close()
 
@@ -145,14 +147,14 @@ class Client:
 
 
 async def _until_done(
-    streaming: asyncio.Task[Run], generator: LoadGenerator, prompts: list[SampleRequest]
+    streaming: asyncio.Task[Run], generator: LoadGenerator, prompts: list[SampleRequest], at_a_time: int
 ) -> tuple[Run, list[Outcome]]:
-    """Sends one prompt after another while the streams run."""
-    arrived = []
-    number = 0
+    """Sends some prompts after others while the streams run."""
+    arrived: list[Outcome] = []
+    following = itertools.cycle(prompts)
     while not streaming.done():
-        arrived.append(await generator.one(prompts[number % len(prompts)]))
-        number += 1
+        some = itertools.islice(following, at_a_time)
+        arrived += await asyncio.gather(*(generator.one(prompt) for prompt in some))
     return await streaming, arrived
 
 

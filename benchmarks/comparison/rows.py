@@ -30,6 +30,9 @@ class Sizes:
         prefix_len: tokens of a shared prefix.
         tiny_input_len: tokens of a prompt for the tiny model.
         tiny_concurrency: requests for the tiny model running at a time.
+        long8k_len: tokens of a prompt of the rows long8k.
+        long8k_streams: answers streamed while such prompts arrive.
+        long8k_prompts: such prompts computed at a time meanwhile.
         open_s: seconds in which the requests of the open loop arrive.
         open_saturation: requests running at a time when its saturation is measured.
     """
@@ -43,6 +46,9 @@ class Sizes:
     prefix_len: int = 896
     tiny_input_len: int = 32
     tiny_concurrency: int = 64
+    long8k_len: int = 8192
+    long8k_streams: int = 8
+    long8k_prompts: int = 4
     open_s: int = 300
     open_saturation: int = 32
 
@@ -139,10 +145,10 @@ def _tiny_lengths(sizes: Sizes) -> dict[str, int]:
     return {"input_len": sizes.tiny_input_len, "output_len": sizes.output_len}
 
 
-def _first_token(subject: Subject) -> Measured:
-    sizes = subject.sizes
+def _first_token(subject: Subject, input_len: int) -> Measured:
+    count = subject.sizes.long_prompts
     figures = subject.client.load(
-        seed=subject.seed, num_prompts=sizes.long_prompts, concurrency=1, input_len=sizes.long_len, output_len=1
+        seed=subject.seed, num_prompts=count, concurrency=1, input_len=input_len, output_len=1
     )
     return figures["median_ttft_ms"] / 1e3, figures
 
@@ -180,14 +186,14 @@ def _p99_gap_s(figures: dict[str, Any]) -> float:
     return float(figures["p99_itl_ms"]) / 1e3
 
 
-def _mixed(subject: Subject) -> Measured:
-    sizes = subject.sizes
+def _mixed(subject: Subject, streams: int, long_len: int, long_prompts: int) -> Measured:
     gaps, ttfts = subject.client.mixed(
         seed=subject.seed,
-        streams=4,
-        input_len=sizes.input_len,
-        output_len=sizes.mixed_output_len,
-        long_len=sizes.long_len,
+        streams=streams,
+        input_len=subject.sizes.input_len,
+        output_len=subject.sizes.mixed_output_len,
+        long_len=long_len,
+        long_prompts=long_prompts,
     )
     found = {
         "gaps": len(gaps),
@@ -254,7 +260,7 @@ ROWS = (
         setup="main",
         higher_is_better=False,
         target_ratio=0.55,
-        measure=_first_token,
+        measure=lambda subject: _first_token(subject, subject.sizes.long_len),
         warm_up=lambda subject: _warm(subject, 1, input_len=subject.sizes.long_len, output_len=1),
         limit=lambda model, sizes, limits: model.prefill_s(limits, 1, sizes.long_len),
         limit_text="peak",
@@ -266,7 +272,7 @@ ROWS = (
         setup="shared",
         higher_is_better=False,
         target_ratio=0.5,
-        measure=_mixed,
+        measure=lambda subject: _mixed(subject, 4, subject.sizes.long_len, 1),
         warm_up=lambda subject: _warm(subject, 2, input_len=subject.sizes.long_len, output_len=4),
     ),
     Row(
@@ -282,6 +288,30 @@ ROWS = (
             limits, 8, sizes.prefix_len + sizes.input_len, sizes.output_len, cached=sizes.prefix_len
         ),
         limit_text="bandwidth and peak, the prefix computed before",
+    ),
+    Row(
+        name="long8k",
+        title="first token of a prompt of 8,192 tokens, idle server",
+        unit="s",
+        setup="long8k",
+        higher_is_better=False,
+        target_ratio=0.5,
+        measure=lambda subject: _first_token(subject, subject.sizes.long8k_len),
+        warm_up=lambda subject: _warm(subject, 1, input_len=subject.sizes.long8k_len, output_len=1),
+        limit=lambda model, sizes, limits: model.prefill_s(limits, 1, sizes.long8k_len),
+        limit_text="peak",
+    ),
+    Row(
+        name="long8k-mixed",
+        title="gap between tokens of 8 streams while four such prompts are computed, p99",
+        unit="s",
+        setup="long8k",
+        higher_is_better=False,
+        target_ratio=0.5,
+        measure=lambda subject: _mixed(
+            subject, subject.sizes.long8k_streams, subject.sizes.long8k_len, subject.sizes.long8k_prompts
+        ),
+        warm_up=lambda subject: _warm(subject, 2, input_len=subject.sizes.long8k_len, output_len=4),
     ),
     Row(
         name="open-ttft",
@@ -317,4 +347,4 @@ ROWS = (
     ),
     *(_concurrent(concurrency, 1.5, setup) for setup in ("moe", "mla") for concurrency in (1, 8, 32)),
 )
-SETUPS = ("fresh", "main", "shared", "open", *OTHER_MODELS)
+SETUPS = ("fresh", "main", "shared", "long8k", "open", *OTHER_MODELS)

@@ -108,6 +108,22 @@ def test_start_memory_and_gaps_of_one_server(
     assert mixed["limit"] is None
 
 
+def test_prompts_longer_than_the_other_rows_allow(
+    program: types.ModuleType, tiny_dir: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The servers of these rows take such prompts, and several are sent at a time."""
+    words = ["--model", tiny_dir, "--rows", "long8k", "long8k-mixed", "--peer", "none"]
+    words += ["--long8k-len", "300", "--long8k-streams", "2", "--long8k-prompts", "3"]
+    alone, mixed = compare(program, words, tmp_path, monkeypatch)["rows"]
+    (figures,) = alone["figures"]["ours"]
+    assert figures["total_input_tokens"] == 300 and alone["ours"] == figures["median_ttft_ms"] / 1e3
+    assert alone["limit"] > 0
+    (figures,) = mixed["figures"]["ours"]
+    assert 1 <= figures["gaps"] <= 2 * 199
+    assert figures["long_prompts"] >= 3 and figures["long_prompts"] % 3 == 0
+    assert mixed["ours"] == figures["p99_gap_s"] <= figures["max_gap_s"]
+
+
 def test_requests_that_arrive_at_random(
     program: types.ModuleType,
     tiny_dir: str,
