@@ -20,6 +20,7 @@ from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.linear import Linear, LinearOutput
+from ascend_vllm.models import loader
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.models.llama import LlamaForCausalLM
 from ascend_vllm.models.loader import load_model
@@ -315,6 +316,28 @@ def test_values_are_looked_at_where_they_are_read(files: _Files, *, is_read: boo
             files.load({"x": values}, slots)
     else:
         files.load({"x": values}, slots)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(), (7,), (300, 1000), (3, 5, 7)], ids=str)
+@pytest.mark.parametrize("others", [0.0, -1.0, "largest", "smallest"])
+def test_a_value_that_is_not_finite_is_found_among_any(
+    dtype: torch.dtype, shape: tuple[int, ...], others: float | str
+) -> None:
+    """The largest and smallest finite values, all of one sign, and in a tensor whose rows are not contiguous."""
+    facts = torch.finfo(dtype)
+    value = {"largest": facts.max, "smallest": facts.min}.get(str(others), others)
+    values = torch.full((*shape[:-1], shape[-1] + 3) if shape else (), value, dtype=dtype)
+    part = values[..., 1:-2] if shape else values
+    assert loader._are_finite(part)
+    for bad in (math.inf, -math.inf, math.nan, -math.nan):
+        part[tuple(size - 1 for size in shape)] = bad
+        assert not loader._are_finite(part), bad
+        # what is beside the part does not count
+        part[...] = value
+        if shape:
+            values[..., 0] = bad
+            assert loader._are_finite(part)
 
 
 def test_random_weights_of_shared_tensors_and_of_integers(files: _Files) -> None:
