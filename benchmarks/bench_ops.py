@@ -112,16 +112,19 @@ def _linear(dtype: torch.dtype) -> Iterator[Case]:
 def _quantized_linear(dtype: torch.dtype) -> Iterator[Case]:
     """Compared with torch's product with the weight in the dtype; as in `_linear`, caches may hold the weights."""
     inputs, outputs = HIDDEN, 2 * INTERMEDIATE
-    for code, group_size in (("uint4", 128), ("uint4", 32), ("uint8", inputs), ("float8_e4m3", 128)):
+    kinds = [("uint4", 128, False), ("uint4", 32, False), ("uint8", inputs, False), ("float8_e4m3", 128, False)]
+    kinds += [("uint4", 128, True), ("uint8", inputs, True)]
+    for code, group_size, rounds_inputs in kinds:
         panels = QuantizedPanels(outputs, inputs, group_size, code, scale_dtype=torch.float16)
         panels.codes.random_(0, 2**26)
         panels.scales.fill_(0.01)
         weight = panels.dequantized().to(dtype)
         sizes = f"{inputs}->{outputs}, {code} in groups of {group_size}, {panels.num_bytes / 1e6:.1f} MB"
+        sizes += ", inputs rounded" if rounds_inputs else ""
         for rows in (1, 8, 32, 256):
             x = torch.randn(rows, inputs).to(dtype)
             plain = functools.partial(torch.nn.functional.linear, x, weight)
-            arguments = (panels.codes, panels.scales, None, None, None, outputs, group_size, code)
+            arguments = (panels.codes, panels.scales, None, None, None, outputs, group_size, code, rounds_inputs)
             yield f"{rows} rows, {sizes}", (x, *arguments), plain
 
 

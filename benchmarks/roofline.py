@@ -44,8 +44,9 @@ LAYERS = {
     "lm_head": (896, 151_936),
 }
 ROWS = (1, 4, 8, 16, 32, 64, 256, 1024)
-# weights in codes with groups of 128 inputs, and 8-bit numbers by 8-bit numbers
-WEIGHTS = (*CODES, "int8")
+# weights in codes with groups of 128 inputs, the same with inputs rounded to 8 bits, and 8-bit numbers by others
+_ROUNDED = {"uint4-int8": "uint4", "uint8-int8": "uint8"}
+WEIGHTS = (*CODES, *_ROUNDED, "int8")
 GROUP_SIZE = 128
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 14, 2, 64, 16
 # (query tokens, tokens in the cache) of each sequence
@@ -158,8 +159,11 @@ def quantized_cases(
         inputs, outputs = LAYERS[name]
 
         def panels(code: str = code, inputs: int = inputs, outputs: int = outputs) -> QuantizedPanels:
-            int8 = code == "int8"
-            made = Int8Panels(outputs, inputs) if int8 else QuantizedPanels(outputs, inputs, GROUP_SIZE, code)
+            if code == "int8":
+                made: QuantizedPanels = Int8Panels(outputs, inputs)
+            else:
+                made = QuantizedPanels(outputs, inputs, GROUP_SIZE, _ROUNDED.get(code, code))
+                made.rounds_inputs = code in _ROUNDED
             made.codes.random_()
             made.scales.fill_(1e-3)
             return made

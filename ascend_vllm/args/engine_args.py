@@ -213,6 +213,7 @@ class EngineArgs(EngineFlags):
             ignore_patterns=listed,
             use_tqdm=self.use_tqdm_on_load,
             quantize_lm_head=self.quantize_lm_head,
+            cpu_int8_activations=self.cpu_int8_activations,
         )
 
     def _cache_config(self, block_size: int, arch: ArchConfig, model_type: str | None) -> CacheConfig:

@@ -159,9 +159,11 @@ class LoadConfig(msgspec.Struct, frozen=True):
         ignore_patterns: globs of weight files to leave out.
         use_tqdm: show a progress bar over the files.
         quantize_lm_head: the LM head's weight is rounded to 8 bits, if the checkpoint has it unquantized.
+        cpu_int8_activations: products with weights in 4 or 8 bits round their inputs to 8 bits.
     """
 
     load_format: str = "auto"
     ignore_patterns: tuple[str, ...] = ("original/**/*",)
     use_tqdm: bool = True
     quantize_lm_head: bool = False
+    cpu_int8_activations: bool = False

@@ -28,6 +28,8 @@ from ascend_vllm.platforms.host_memory import weight_memory
 CODES = {"uint4": 4, "uint8": 8, "float8_e4m3": 8}
 # what weights of a code without zeros subtract
 MIDDLES = {"uint4": 8, "uint8": 128, "float8_e4m3": 0}
+# inputs that have a scale of their own, if they are rounded to 8 bits; the last ones of a group may be fewer
+ROUNDED_BLOCK = 32
 # groups of inputs have a multiple of so many, unless there is only one
 GROUP_MULTIPLE = 16
 
@@ -117,6 +119,7 @@ class QuantizedPanels:
         codes: [P, ceil(K * bits / 32), 16] int32.
         scales: [P, G, 16], scale_dtype.
         zeros: [P, G, 16] uint8, or None.
+        rounds_inputs: whether products round their inputs to 8 bits; False at first.
 
     Raises:
         ValueError: groups of that size are not possible.
@@ -150,6 +153,7 @@ class QuantizedPanels:
         self.scales = weight_memory((panels, groups, PANEL), scale_dtype)
         self.zeros = weight_memory((panels, groups, PANEL), torch.uint8) if has_zeros else None
         self.order: torch.Tensor | None = None
+        self.rounds_inputs = False
 
     @property
     def num_bytes(self) -> int:
@@ -186,14 +190,14 @@ class QuantizedPanels:
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x: [T, K] float; bias: [N] float32 or None. Returns [T, N]."""
-        result: torch.Tensor = quantized_linear(x, *self._arguments(bias))
+        result: torch.Tensor = quantized_linear(x, *self._arguments(bias), self.rounds_inputs)
         return result
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
         """x: [T, K]; bias: [N] float32 or None; activation: one of GATED_ACTIVATIONS. Returns [T, N/2]."""
         if self.out_features % (2 * PANEL):
             return GATED_ACTIVATIONS[activation](self(x, bias))
-        result: torch.Tensor = quantized_gated_linear(x, *self._arguments(bias), activation)
+        result: torch.Tensor = quantized_gated_linear(x, *self._arguments(bias), activation, self.rounds_inputs)
         return result
 
     def _arguments(self, bias: torch.Tensor | None) -> tuple[Any, ...]:
@@ -239,7 +243,21 @@ def _linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             order %= x.shape[1]
         for code, has_zeros in (("uint4", False), ("uint4", True), ("uint8", seed % 2 == 0), ("float8_e4m3", False)):
             panels = random_panels(outputs, inputs, group_size, code, has_zeros, seed)
-            yield x, *panels, bias, order, outputs, group_size, code
+            for rounds_inputs in (False, True)[: 1 if code == "float8_e4m3" else 2]:
+                yield x, *panels, bias, order, outputs, group_size, code, rounds_inputs
+
+
+def _round_blocks(x: torch.Tensor, group_size: int) -> torch.Tensor:
+    """Inputs [T, K] as 8-bit multiples of the scale of each block, computed in float32."""
+    rounded = torch.empty_like(x, dtype=torch.float32)
+    for group in range(0, x.shape[1], group_size):
+        end = min(x.shape[1], group + group_size)
+        for start in range(group, end, ROUNDED_BLOCK):
+            block = slice(start, min(end, start + ROUNDED_BLOCK))
+            values = x[:, block].float()
+            scales = values.abs().amax(1, keepdim=True) / 127
+            rounded[:, block] = torch.where(scales == 0, 0.0, torch.round(values / scales) * scales)
+    return rounded
 
 
 def linear_reference(
@@ -252,10 +270,13 @@ def linear_reference(
     out_features: int,
     group_size: int,
     code: str,
+    rounds_inputs: bool = False,
 ) -> torch.Tensor:
     """Reference of `quantized_linear`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     inputs = x if order is None else x[:, order.long()]
+    if rounds_inputs:
+        inputs = _round_blocks(inputs, group_size)
     weight = dequantize(codes, scales, zeros, inputs.shape[1], out_features, group_size, code)
     result = inputs.to(wide) @ weight.to(wide).T
     if bias is not None:
@@ -274,6 +295,7 @@ def quantized_linear(
     out_features: int,
     group_size: int,
     code: str,
+    rounds_inputs: bool = False,
 ) -> torch.Tensor:
     """`x @ weight.T + bias` with a weight in codes.
 
@@ -293,11 +315,13 @@ def quantized_linear(
         out_features: N.
         group_size: inputs of a group, a multiple of 16 or K.
         code: one of CODES.
+        rounds_inputs: whether inputs are rounded to 8 bits: in each row, blocks of 32 inputs of a group, whose last
+            one may be shorter, to multiples of their largest absolute value / 127. Not with float8_e4m3.
 
     Returns:
         [T, N], contiguous, dtype of x.
     """
-    return linear_reference(x, codes, scales, zeros, bias, order, out_features, group_size, code)
+    return linear_reference(x, codes, scales, zeros, bias, order, out_features, group_size, code, rounds_inputs)
 
 
 def _gated_linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
@@ -310,7 +334,9 @@ def _gated_linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         x = torch.randn(rows, 3 * inputs, generator=generator).to(dtype)[:, inputs : 2 * inputs]
         for code in CODES:
             panels = random_panels(2 * width, inputs, group_size, code, code == "uint4" and seed % 2 == 1, seed)
-            yield x, *panels, bias, None, 2 * width, group_size, code, list(GATED_ACTIVATIONS)[seed % 3]
+            rounds_inputs = code != "float8_e4m3" and seed % 2 == 0
+            activation = list(GATED_ACTIVATIONS)[seed % 3]
+            yield x, *panels, bias, None, 2 * width, group_size, code, activation, rounds_inputs
 
 
 def gated_reference(y: torch.Tensor, activation: str) -> torch.Tensor:
@@ -333,6 +359,7 @@ def quantized_gated_linear(
     group_size: int,
     code: str,
     activation: str,
+    rounds_inputs: bool = False,
 ) -> torch.Tensor:
     """`act(y[:, :I]) * y[:, I:]` of `y = x @ weight.T + bias`; the kernel never writes y to memory.
 
@@ -349,13 +376,13 @@ def quantized_gated_linear(
         group_size: as above.
         code: one of CODES.
         activation: one of GATED_ACTIVATIONS.
+        rounds_inputs: as above.
 
     Returns:
         [T, I], contiguous, dtype of x.
     """
-    return gated_reference(
-        linear_reference(x, codes, scales, zeros, bias, order, out_features, group_size, code), activation
-    )
+    y = linear_reference(x, codes, scales, zeros, bias, order, out_features, group_size, code, rounds_inputs)
+    return gated_reference(y, activation)
 
 
 def _tokens_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:

@@ -106,6 +106,8 @@ def test_values_reach_their_section(make_model: MakeModel) -> None:
         load_format="dummy",
         ignore_patterns=["x*"],
         use_tqdm_on_load=False,
+        quantize_lm_head=True,
+        cpu_int8_activations=True,
         disable_log_stats=True,
         swap_space=0,
         gpu_memory_utilization=0.5,
@@ -121,6 +123,7 @@ def test_values_reach_their_section(make_model: MakeModel) -> None:
     assert (scheduler.max_num_seqs, scheduler.max_num_queued_reqs, scheduler.max_model_len) == (8, 5, 1000)
     assert scheduler.max_num_batched_tokens == 2048  # never below that without --max-num-batched-tokens
     assert (config.load.load_format, config.load.ignore_patterns, config.load.use_tqdm) == ("dummy", ("x*",), False)
+    assert config.load.quantize_lm_head and config.load.cpu_int8_activations
     assert config.observability.log_stats is False
 
 

@@ -82,7 +82,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_whole_numbers_are_multiplied_alike_by_all_instruction_sets(dtype: torch.dtype) -> None:
-    """Sums of blocks are exact, and added in the same order. AMX multiplies bfloat16 numbers, which are not rounded."""
+    """Sums of blocks are exact, and added in the same order. AMX multiplies bfloat16 numbers as they are."""
     panels = _panels(40, 300, 128, "uint4")
     x = torch.randn(20, 300, generator=torch.Generator().manual_seed(2)).to(dtype)
     before = native.cpu_isa()
@@ -106,6 +106,47 @@ def test_a_gated_product_is_the_product_and_then_the_gate(isa: str, dtype: torch
     for rows in (1, 5, 100):
         wanted = silu_and_mul(panels(x[:rows], bias))
         torch.testing.assert_close(panels.gated(x[:rows], bias, "silu"), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("code", ["uint4", "uint8"])
+@pytest.mark.parametrize(("inputs", "group_size"), [(64, 32), (300, 128), (1100, 1100), (336, 48)])
+def test_inputs_are_rounded_to_8_bits_in_blocks(
+    isa: str, dtype: torch.dtype, code: str, inputs: int, group_size: int
+) -> None:
+    """Each by itself at most by half of a 127th of the largest of its block; and alike in every batch."""
+    panels = _panels(80, inputs, group_size, code)
+    x = torch.randn(270, inputs, generator=torch.Generator().manual_seed(8))
+    x = (x * 10 ** (torch.arange(inputs) // 32 % 5)).to(dtype)
+    exact = x.double() @ panels.dequantized().double().T
+    panels.rounds_inputs = True
+    together = panels(x, None)
+    # blocks begin anew with each group
+    groups = torch.split(x.double(), group_size, dim=1)
+    parts = [part for group in groups for part in torch.split(group, 32, dim=1)]
+    steps = torch.cat([part.abs().amax(1, keepdim=True).expand_as(part) for part in parts], dim=1) / 254
+    allowed = steps @ panels.dequantized().double().abs().T
+    error = (together.double() - exact).abs()
+    assert (error <= allowed + 2 * torch.finfo(dtype).eps * exact.abs() + 1e-5).all()
+    assert error.mean() > 0.01 * allowed.mean()
+    for rows in (1, 2, 5, 8, 9, 17, 97):
+        assert torch.equal(panels(x[-rows:], None), together[-rows:])
+
+
+def test_rounded_inputs_are_multiplied_alike_by_all_instruction_sets() -> None:
+    panels = _panels(40, 300, 128, "uint4")
+    panels.rounds_inputs = True
+    x = torch.randn(20, 300, generator=torch.Generator().manual_seed(2)).bfloat16()
+    before = native.cpu_isa()
+    results = []
+    for isa in native.available_cpu_isas():
+        native.set_cpu_isa(isa)
+        # the scalar set has no fused multiply-add
+        if isa != "scalar":
+            results.append(panels(x, None))
+    if before is not None:
+        native.set_cpu_isa(before)
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 def test_16_bit_inputs_keep_their_accuracy_beside_outliers(isa: str) -> None:
@@ -208,5 +249,9 @@ def test_wrong_arguments_are_refused() -> None:
         quantized_linear(torch.randn(2, 64), *arguments[:6], 24, "uint4")
     with pytest.raises(ValueError, match="code must be"):
         quantized_linear(torch.randn(2, 64), *arguments[:7], "uint3")
+    fp8 = _panels(32, 64, 32, "float8_e4m3")
+    fp8.rounds_inputs = True
+    with pytest.raises(RuntimeError, match="inputs of float8_e4m3 are not rounded"):
+        fp8(torch.randn(2, 64), None)
     with pytest.raises(RuntimeError, match="bias must be"):
         quantized_linear(torch.randn(2, 64), *arguments[:3], torch.randn(31), *arguments[4:])

@@ -367,6 +367,24 @@ def test_weights_are_rounded_while_loading(method: str, head: bool, size: int, t
         torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
+def test_int8_activations_are_those_of_weights_in_codes() -> None:
+    """The others' results stay as they are; these change by about what 8 bits are too few."""
+    changes: dict[str | None, float] = {}
+    for name in ("weight_only_int8", "fp8", None):
+        config = make_model_config(formats.float_model())
+        if name is not None:
+            arch = msgspec.structs.replace(config.arch, quantization=QuantizationConfig(name))
+            config = msgspec.structs.replace(config, arch=arch)
+        found = []
+        for rounds in (False, True):
+            load_config = LoadConfig(use_tqdm=False, cpu_int8_activations=rounds)
+            model = load_model(config, load_config, BuildContext(torch.float32, CPU))
+            found.append(PagedDriver(config, model=model).step({0: PROMPT})[0])
+        changes[name] = (found[1] - found[0]).abs().mean().item()
+    assert 1e-4 < changes["weight_only_int8"] < 0.1
+    assert changes["fp8"] == changes[None] == 0
+
+
 def test_a_tied_head_is_rounded_and_its_embedding_is_not() -> None:
     """Also beside mixtures of experts, whose layers stay as they are."""
     for name in ("qwen2-tied", "qwen2-moe"):

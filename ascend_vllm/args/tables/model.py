@@ -283,6 +283,12 @@ class LoadArgs:
         "is a large part of what small models read for each token.",
         example="--quantization weight_only_int8 --quantize-lm-head",
     )
+    cpu_int8_activations: bool = flag(
+        False,
+        "On CPUs, products with weights of 4 or 8 bits round their inputs to 8 bits, with a scale for each 32 of "
+        "them. Less exact, and faster for several requests and for prompts on processors without AMX.",
+        example="--quantization awq --cpu-int8-activations",
+    )
     quantization_param_path: str | None = flag(
         None,
         "A JSON file with the scales of an 8-bit KV cache, one for each layer. A file that does not fit the model is "

@@ -122,9 +122,12 @@ class QuantMethod(abc.ABC):
     Attributes:
         activation_quant: quantizes results of norms for this method; None: they are in the model's dtype. Set when
             `create_weights` returns. Inputs that are not from a norm are always in the model's dtype.
+        rounds_inputs: whether products with weights in codes of 4 or 8 bits may round their inputs to 8 bits, see
+            `ops.quantized_gemm.quantized_linear`; other methods ignore it. Set before weights are loaded.
     """
 
     activation_quant: ActivationQuant | None = None
+    rounds_inputs: bool = False
 
     @abc.abstractmethod
     def create_weights(self, layer: LinearLayer) -> list[WeightSlot]:

@@ -91,13 +91,30 @@ class QuantizedHeadScheme(QuantScheme):
         return _TiedTable() if layer.kind is LayerKind.TIED_EMBEDDING else method
 
 
+class RoundedInputsScheme(QuantScheme):
+    """Lets products with weights in codes of 4 and 8 bits round their inputs to 8 bits.
+
+    Args:
+        scheme: chooses the methods.
+    """
+
+    def __init__(self, scheme: QuantScheme) -> None:
+        self._scheme = scheme
+        self.ignored_weights = scheme.ignored_weights
+
+    def method_for(self, layer: LinearLayer) -> QuantMethod:
+        method = self._scheme.method_for(layer)
+        method.rounds_inputs = True
+        return method
+
+
 class _TiedTable(UnquantizedTable):
     """An embedding as it is in the checkpoint, and 8-bit weights of it for products."""
 
     def after_load(self, layer: LinearLayer) -> None:
         """Makes the weights."""
         matrix = round_rows(self._table, "uint8", layer.in_shard)
-        self._panels = pack_matrices([matrix], "uint8")
+        self._panels = pack_matrices([matrix], "uint8", self.rounds_inputs)
 
     def apply(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
         return self._panels(x, layer.bias)

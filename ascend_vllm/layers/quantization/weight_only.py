@@ -105,7 +105,7 @@ class WeightOnlyLinear(QuantMethod):
             layer.bias = layer.bias.float()
         agree = all(torch.equal(matrix.groups, matrices[0].groups) for matrix in matrices)
         joined = [matrices] if agree else [[matrix] for matrix in matrices]
-        self._blocks = [pack_matrices(part, self._format.code) for part in joined]
+        self._blocks = [pack_matrices(part, self._format.code, self.rounds_inputs) for part in joined]
 
     @property
     def panels(self) -> QuantizedPanels:
@@ -131,8 +131,8 @@ class WeightOnlyLinear(QuantMethod):
         return GATED_ACTIVATIONS[activation](self.apply(layer, x))
 
 
-def pack_matrices(matrices: Sequence[CodedMatrix], code: str) -> QuantizedPanels:
-    """One weight of matrices with the same groups of inputs."""
+def pack_matrices(matrices: Sequence[CodedMatrix], code: str, rounds_inputs: bool = False) -> QuantizedPanels:
+    """One weight of matrices with the same groups of inputs; products may round inputs of whole numbers to 8 bits."""
     arrangement = arrange_groups(matrices[0].groups)
     order, padding, columns = arrangement.order, arrangement.padding, arrangement.columns
     has_zeros = any(matrix.zeros is not None for matrix in matrices)
@@ -157,6 +157,7 @@ def pack_matrices(matrices: Sequence[CodedMatrix], code: str) -> QuantizedPanels
         panels.pack_rows(row, codes.contiguous(), matrix.scales[:, columns], zeros)
         row += len(codes)
     panels.order = None if order is None else order.int()
+    panels.rounds_inputs = rounds_inputs and code != "float8_e4m3"
     return panels
 
 

@@ -48,12 +48,15 @@ at::Tensor new_result(int64_t rows, int64_t columns, const at::TensorOptions& op
 
 at::Tensor multiply(const at::Tensor& x, const at::Tensor& codes, const at::Tensor& scales,
                     const OptionalTensor& zeros, const OptionalTensor& bias, const OptionalTensor& order,
-                    int64_t out_features, int64_t group_size, c10::string_view code, std::optional<Gate> gate) {
+                    int64_t out_features, int64_t group_size, c10::string_view code, std::optional<Gate> gate,
+                    bool rounds_inputs) {
   TORCH_CHECK(x.dim() == 2, "x must be a matrix, got ", x.sizes());
   check_rows(x, "x");
   QuantizedLinearArgs args{};
   args.dtype = dtype_of(x, "x");
   args.code = code_of(code);
+  TORCH_CHECK(!rounds_inputs || args.code != Code::kFloat8E4m3, "inputs of float8_e4m3 are not rounded");
+  args.rounds_inputs = rounds_inputs;
   const int64_t inputs = order.has_value() ? order->numel() : x.size(1), panels = (out_features + 15) / 16;
   TORCH_CHECK(inputs > 0 && group_size > 0 && (group_size >= inputs || group_size % 16 == 0),
               "groups must have a multiple of 16 inputs or all of them, got ", group_size, " of ", inputs);
@@ -92,16 +95,17 @@ at::Tensor multiply(const at::Tensor& x, const at::Tensor& codes, const at::Tens
 at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& codes, const at::Tensor& scales,
                             const OptionalTensor& zeros, const OptionalTensor& bias,
                             const OptionalTensor& order, int64_t out_features, int64_t group_size,
-                            c10::string_view code) {
-  return multiply(x, codes, scales, zeros, bias, order, out_features, group_size, code, std::nullopt);
+                            c10::string_view code, bool rounds_inputs) {
+  return multiply(x, codes, scales, zeros, bias, order, out_features, group_size, code, std::nullopt,
+                  rounds_inputs);
 }
 
 at::Tensor quantized_gated_linear(const at::Tensor& x, const at::Tensor& codes, const at::Tensor& scales,
                                   const OptionalTensor& zeros, const OptionalTensor& bias,
                                   const OptionalTensor& order, int64_t out_features, int64_t group_size,
-                                  c10::string_view code, c10::string_view activation) {
+                                  c10::string_view code, c10::string_view activation, bool rounds_inputs) {
   const Gate gate = gate_of(activation, out_features);
-  return multiply(x, codes, scales, zeros, bias, order, out_features, group_size, code, gate);
+  return multiply(x, codes, scales, zeros, bias, order, out_features, group_size, code, gate, rounds_inputs);
 }
 
 at::Tensor multiply_int8(const at::Tensor& q, const at::Tensor& q_scales, const OptionalTensor& q_offsets,

@@ -13,7 +13,7 @@ constexpr int64_t kByteInputs = 64;         // 8-bit inputs of a tile
 constexpr int64_t kByteBlockInputs = 1024;  // maximum inputs of many rows at a time
 
 // Rows of 8-bit numbers from `x` on, padded with zeros to whole steps, and some of their inputs; in bytes.
-struct ByteRows {
+struct PaddedRows {
   const char* x;
   int64_t stride, begin, end;
 };
@@ -66,7 +66,7 @@ inline void start_sums(bool is_first, const int32_t* sums) {
 }
 
 // int32 sums[rows <= 16][4 of 16] = rows by four panels, all inputs.
-__attribute__((noinline)) inline void add_bytes_wide(const ByteRows& r, const BytePanel* panels,
+__attribute__((noinline)) inline void add_bytes_wide(const PaddedRows& r, const BytePanel* panels,
                                                      int32_t* sums) {
   _tile_zero(0);
   _tile_zero(1);
@@ -97,7 +97,7 @@ __attribute__((noinline)) inline void add_bytes_wide(const ByteRows& r, const By
 
 // int32 sums[rows <= 32][kPanels of 16] (+)= one tile of rows or two by one or two panels.
 template <bool kTwoRows, int kPanels, bool kFetches>
-__attribute__((noinline)) void add_bytes_square(const ByteRows& r, const BytePanel* panels, int32_t* sums) {
+__attribute__((noinline)) void add_bytes_square(const PaddedRows& r, const BytePanel* panels, int32_t* sums) {
   start_sums<kTwoRows, kPanels>(r.begin == 0, sums);
   int32_t* second_sums = sums + kTileHeight * kSumsStride;
   const int64_t inputs = r.end - r.begin;
@@ -138,7 +138,7 @@ inline void multiply_int8_in_tiles(const Int8LinearArgs& a, const int32_t* x, in
     for (int64_t p = 0; p < panels; ++p) own[p].set(a.codes + (panel + p) * words * kPanel, begin, end);
     finish_writes(own);
     // rows and panels from r and p on; the first rows prefetch the weights for the others
-    const auto square = [&]<bool kTwo, int kPanels>(const ByteRows& part, int64_t r, int64_t p) {
+    const auto square = [&]<bool kTwo, int kPanels>(const PaddedRows& part, int64_t r, int64_t p) {
       int32_t* to = whole + r * kSumsStride + p * kPanel;
       r == 0 ? add_bytes_square<kTwo, kPanels, true>(part, own + p, to)
              : add_bytes_square<kTwo, kPanels, false>(part, own + p, to);
@@ -149,7 +149,7 @@ inline void multiply_int8_in_tiles(const Int8LinearArgs& a, const int32_t* x, in
         const int64_t first = std::min(kTileHeight, rows - r);
         const int64_t second = std::min(kTileHeight, rows - r - first);
         if (r == 0 || r + 2 * kTileHeight > rows) shape_tiles_for(first, second);
-        const ByteRows part{reinterpret_cast<const char*>(x + r * x_stride), x_stride * 4, begin, end};
+        const PaddedRows part{reinterpret_cast<const char*>(x + r * x_stride), x_stride * 4, begin, end};
         if (together == 4) {
           add_bytes_wide(part, own + p, whole + p * kPanel);
         } else if (together == 2) {

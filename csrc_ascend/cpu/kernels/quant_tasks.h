@@ -35,11 +35,13 @@ struct QuantizedLinearArgs {
   Code code;
   bool is_gated;  // out_features is a multiple of 32 then
   Gate gate;
+  bool rounds_inputs;  // to 8 bits, in blocks of 32; not with float8_e4m3
 };
 
 // Rows as the products read them: offsets into the workspace, and sizes.
 struct QuantizedInputs {
-  static constexpr int64_t kBlock = 128;  // maximum inputs of a block
+  static constexpr int64_t kBlock = 128;        // maximum inputs of a block
+  static constexpr int64_t kRoundedBlock = 32;  // the same of inputs that are rounded to 8 bits
 
   static constexpr int64_t kStep = 32;  // bfloat16 inputs of weights that are widened at a time
 
@@ -47,19 +49,19 @@ struct QuantizedInputs {
   int64_t stride;          // elements from row to row
   int64_t tile_stride;     // the same of bfloat16 numbers, with each block of inputs padded to whole steps
   int64_t blocks;          // of a row
-  int64_t scales, totals;  // float and int32 [rows, blocks]: scales, and sums of the integers
+  int64_t scales, totals;  // float, and int32 or float [rows, blocks]: scales, and sums of the integers
   int64_t bytes;
 
   // inlined, or all callers would share the code of one instruction set
   __attribute__((always_inline)) explicit QuantizedInputs(const QuantizedLinearArgs& a) {
-    are_integers = a.dtype != DType::kFloat32 && a.code != Code::kFloat8E4m3;
+    are_integers = a.rounds_inputs || (a.dtype != DType::kFloat32 && a.code != Code::kFloat8E4m3);
+    const int64_t block = a.rounds_inputs ? kRoundedBlock : kBlock;
     // an odd number of cache lines, or else rows of some sizes would share few sets of the cache
     stride = (a.in_features + 31) / 32 * 32;
     if (stride % 64 == 0) stride += 32;
     const int64_t groups = (a.in_features + a.group_size - 1) / a.group_size;
     const int64_t last = a.in_features - (groups - 1) * a.group_size;
-    blocks =
-        groups == 0 ? 0 : (groups - 1) * ((a.group_size + kBlock - 1) / kBlock) + (last + kBlock - 1) / kBlock;
+    blocks = groups == 0 ? 0 : (groups - 1) * ((a.group_size + block - 1) / block) + (last + block - 1) / block;
     scales = (are_integers ? 2 : 4) * stride * a.rows;
     totals = scales + (are_integers ? 4 * blocks * a.rows : 0);
     const int64_t steps =
@@ -188,9 +190,15 @@ class QuantizedTask {
 
   // Writes a row of x to the workspace in the form that products read.
   void prepare(const T* x, int64_t row) const {
+    if (kHasByteDots && a_.rounds_inputs) {
+      int8_t* to = reinterpret_cast<int8_t*>(a_.workspace) + row * inputs_.stride;
+      round_row(a_, weight_, x, to, inputs_.stride, scales() + row * inputs_.blocks,
+                reinterpret_cast<float*>(totals()) + row * inputs_.blocks);
+      return arrange_bytes(weight_.bits, to, inputs_.stride);
+    }
 #ifdef __AMX_BF16__
     if constexpr (is_same<T, bfloat16>) {
-      return copy_steps(a_, weight_, x, bfloat16s() + row * inputs_.tile_stride);
+      if (!a_.rounds_inputs) return copy_steps(a_, weight_, x, bfloat16s() + row * inputs_.tile_stride);
     }
 #endif
     if (inputs_.are_integers) {
@@ -212,6 +220,15 @@ class QuantizedTask {
   }
 
   void multiply(int64_t row, int64_t rows, int64_t panel, int64_t panels, float* sums) const {
+#ifdef __AVX512VNNI__
+    if (a_.rounds_inputs) {
+      const int8_t* x = reinterpret_cast<const int8_t*>(a_.workspace) + row * inputs_.stride;
+      const float* totals_of = reinterpret_cast<const float*>(totals()) + row * inputs_.blocks;
+      const ByteRows own{reinterpret_cast<const int32_t*>(x), inputs_.stride / 4,
+                         scales() + row * inputs_.blocks, totals_of, inputs_.blocks};
+      return multiply_rounded(weight_, own, rows, panel, panels, kSizes.stride(), sums);
+    }
+#endif
 #ifdef __AMX_BF16__
     if constexpr (is_same<T, bfloat16>) {
       return multiply_widened(weight_, bfloat16s() + row * inputs_.tile_stride, inputs_.tile_stride, rows,

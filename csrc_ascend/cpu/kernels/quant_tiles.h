@@ -37,6 +37,7 @@ struct QuantizedWeight {
   Code code;
   int bits, middle;
   int64_t in_features, group_size, groups, words;
+  int64_t block_inputs;  // maximum inputs of a block
 
   explicit QuantizedWeight(const QuantizedLinearArgs& a)
       : codes(a.codes),
@@ -51,7 +52,8 @@ struct QuantizedWeight {
         in_features(a.in_features),
         group_size(a.group_size),
         groups((a.in_features + a.group_size - 1) / a.group_size),
-        words((a.in_features * bits_of(a.code) + 31) / 32) {}
+        words((a.in_features * bits_of(a.code) + 31) / 32),
+        block_inputs(a.rounds_inputs ? QuantizedInputs::kRoundedBlock : QuantizedInputs::kBlock) {}
 
   const uint32_t* panel_codes(int64_t panel) const { return codes + panel * words * kPanel; }
   // Of kLanes outputs from `lane` on.
@@ -75,8 +77,8 @@ struct QuantizedWeight {
     int64_t block = 0;
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t last = std::min(in_features, (group + 1) * group_size);
-      for (int64_t begin = group * group_size; begin < last; begin += QuantizedInputs::kBlock) {
-        body(group, block++, begin, std::min(last, begin + QuantizedInputs::kBlock));
+      for (int64_t begin = group * group_size; begin < last; begin += block_inputs) {
+        body(group, block++, begin, std::min(last, begin + block_inputs));
       }
     }
   }
@@ -98,10 +100,13 @@ inline VecF load_ordered(const T* x, const int32_t* order, int n) {
   return load(buffer);
 }
 
-// A row of x as 16-bit integers, with the scale and the sum of each block.
-template <class T>
-inline void round_row(const QuantizedLinearArgs& a, const QuantizedWeight& weight, const T* x, int16_t* to,
-                      int64_t stride, float* scales, int32_t* totals) {
+inline void store_integers(int16_t* to, VecF v) { store_int16(to, v); }
+inline void store_integers(int8_t* to, VecF v) { store_int8(to, v); }
+
+// A row of x as 16-bit integers, or 8-bit ones, with the scale and the sum of each block.
+template <class T, class Integer, class Total>
+inline void round_row(const QuantizedLinearArgs& a, const QuantizedWeight& weight, const T* x, Integer* to,
+                      int64_t stride, float* scales, Total* totals) {
   alignas(64) float values[QuantizedInputs::kBlock + kLanes];
   weight.for_blocks([&](int64_t, int64_t block, int64_t begin, int64_t end) {
     const int64_t n = end - begin;
@@ -120,21 +125,24 @@ inline void round_row(const QuantizedLinearArgs& a, const QuantizedWeight& weigh
           add(i, a.order ? load_ordered(x, a.order + begin + i, rest) : load_n(x + begin + i, rest));
         });
     const float largest = reduce_max(top), poison = reduce_add(not_finite);
-    scales[block] = largest * (1.0f / 32767.0f) + poison;
+    scales[block] = (a.rounds_inputs ? largest / 127.0f : largest * (1.0f / 32767.0f)) + poison;
     totals[block] = 0;
     if (!(scales[block] > 1e-30f)) {
-      __builtin_memset(to + begin, 0, n * sizeof(int16_t));
+      __builtin_memset(to + begin, 0, n * sizeof(Integer));
       if (scales[block] <= 1e-30f) scales[block] = 0.0f;
       return;
     }
-    const VecF factor = set1(32767.0f / largest);
-    int16_t* own = to + begin;
-    for (int64_t i = 0; i < n; i += kLanes) store_int16(own + i, round_nearest(load(values + i) * factor));
+    const VecF factor = set1(32767.0f / largest), scale = set1(scales[block]);
+    Integer* own = to + begin;
+    for (int64_t i = 0; i < n; i += kLanes) {
+      const VecF value = load(values + i);
+      store_integers(own + i, round_nearest(a.rounds_inputs ? value / scale : value * factor));
+    }
     int32_t total = 0;
     for (int64_t i = 0; i < n; ++i) total += own[i];
-    totals[block] = total;
+    totals[block] = static_cast<Total>(total);
   });
-  __builtin_memset(to + a.in_features, 0, (stride - a.in_features) * sizeof(int16_t));
+  __builtin_memset(to + a.in_features, 0, (stride - a.in_features) * sizeof(Integer));
 }
 
 // A row of x as floats or bfloat16.
@@ -243,6 +251,115 @@ inline void multiply_integers(const QuantizedWeight& weight, const IntegerRows& 
   }
 }
 
+#ifdef __AVX512VNNI__
+
+// Puts the bytes of 8-bit inputs in the order in which words have theirs: 0, 2, 1 and 3 of four, or 0, 4, 1, 5,
+// 2, 6, 3 and 7 of eight, whose lower halves of bytes are the first four.
+inline void arrange_bytes(int bits, int8_t* x, int64_t size) {
+  typedef int8_t Bytes __attribute__((vector_size(16)));
+  const Bytes quads{0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
+  const Bytes octets{0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15};
+  for (int64_t k = 0; k < size; k += 16) {
+    Bytes bytes;
+    __builtin_memcpy(&bytes, x + k, sizeof bytes);
+    bytes = __builtin_shuffle(bytes, bits == 4 ? octets : quads);
+    __builtin_memcpy(x + k, &bytes, sizeof bytes);
+  }
+}
+
+// Rows of 8-bit integers in quads.
+struct ByteRows {
+  const int32_t* quads;
+  int64_t stride;       // quads from row to row
+  const float* scales;  // [rows, blocks]
+  const float* totals;  // [rows, blocks]
+  int64_t blocks;
+};
+
+// sums[kRows][16] = 8-bit rows by one panel. Sums of blocks are added as those of 16-bit integers.
+template <int kRows, int kBits>
+__attribute__((noinline)) void multiply_tile_of_bytes(const QuantizedWeight& weight, const ByteRows& x,
+                                                      int64_t panel, int64_t sums_stride, float* sums) {
+  constexpr int kQuads = 8 / kBits, kInputs = 4 * kQuads;
+  constexpr int kChains = kRows == 1 ? kQuads : 1;
+  const uint32_t* codes = weight.panel_codes(panel);
+  VecF results[kRows];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) results[r] = set1(0.0f);
+  int64_t block = 0;
+  for (int64_t group = 0; group < weight.groups; ++group) {
+    const VecF scale = weight.load_scales(panel, group, 0);
+    const VecF minus_zero = set1(0.0f) - to_float(weight.load_zeros(panel, group, 0));
+    const int64_t last = std::min(weight.in_features, (group + 1) * weight.group_size);
+    for (int64_t begin = group * weight.group_size; begin < last; begin += weight.block_inputs, ++block) {
+      const int64_t end = std::min(last, begin + weight.block_inputs);
+      VecI acc[kRows][kChains];
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+        for (int c = 0; c < kChains; ++c) acc[r][c] = set1_i(0);
+      }
+      for (int64_t u = begin / kInputs; u < (end + kInputs - 1) / kInputs; ++u) {
+        const VecI word = load_i(codes + u * kPanel);
+        __builtin_prefetch(reinterpret_cast<const char*>(codes + u * kPanel) + kAhead);
+        const VecI mask = set1_i(0x0f0f0f0f);
+        const VecI first = kBits == 4 ? and_i(word, mask) : word;
+        const VecI second = and_i(shift_right<4>(word), mask);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          const int32_t* quads = x.quads + r * x.stride + u * kQuads;
+          acc[r][0] = dot_bytes(acc[r][0], first, set1_i(quads[0]));
+          if constexpr (kBits == 4) {
+            acc[r][kChains - 1] = dot_bytes(acc[r][kChains - 1], second, set1_i(quads[1]));
+          }
+        }
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        VecI sum = acc[r][0];
+        if constexpr (kChains == 2) sum = add_i(sum, acc[r][1]);
+        // whole numbers below 2^24, and so exact
+        const VecF whole = fma(minus_zero, set1(x.totals[r * x.blocks + block]), to_float(sum));
+        results[r] = fma(whole * set1(x.scales[r * x.blocks + block]), scale, results[r]);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) store(sums + r * sums_stride, results[r]);
+}
+
+// Chooses the code for `rows` <= kRows rows.
+template <int kRows, int kBits>
+inline void multiply_bytes(int64_t rows, const QuantizedWeight& weight, const ByteRows& x, int64_t panel,
+                           int64_t sums_stride, float* sums) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return multiply_bytes<kRows - 1, kBits>(rows, weight, x, panel, sums_stride, sums);
+  }
+  multiply_tile_of_bytes<kRows, kBits>(weight, x, panel, sums_stride, sums);
+}
+
+// sums[rows][sums_stride] = 8-bit rows, whose blocks are rounded, by panels.
+inline void multiply_rounded(const QuantizedWeight& weight, const ByteRows& x, int64_t rows, int64_t panel,
+                             int64_t panels, int64_t sums_stride, float* sums) {
+  const int64_t tiles = (rows + kUnpackRows - 1) / kUnpackRows;
+  for (int64_t p = 0; p < panels; ++p) {
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t first = rows * tile / tiles, count = rows * (tile + 1) / tiles - first;
+      const ByteRows own{x.quads + first * x.stride, x.stride, x.scales + first * x.blocks,
+                         x.totals + first * x.blocks, x.blocks};
+      float* to = sums + first * sums_stride + p * kPanel;
+      weight.bits == 4 ? multiply_bytes<kUnpackRows, 4>(count, weight, own, panel + p, sums_stride, to)
+                       : multiply_bytes<kUnpackRows, 8>(count, weight, own, panel + p, sums_stride, to);
+    }
+  }
+}
+
+#else
+
+inline void arrange_bytes(int, int8_t*, int64_t) {}
+
+#endif
+
 // The floats of codes with zeros and scales, kLanes of them.
 template <Code kCode>
 inline VecF float_of(VecI code, VecF zero, VecF scale) {
@@ -322,30 +439,28 @@ inline void multiply_floats(const QuantizedWeight& weight, const float* x, int64
 
 #ifdef __AVX512BF16__
 
-// The bfloat16 numbers, which are exact, of the 128 codes without a sign.
+// The bfloat16 numbers, which are exact, of the 8 codes without a leading one, in units of 2^-9.
 struct Float8Table {
-  alignas(64) uint16_t bits[128];
+  alignas(64) uint16_t bits[32];
   constexpr Float8Table() : bits{} {
-    for (int code = 1; code < 128; ++code) {
-      const int exponent = code >> 3, mantissa = code & 7;
-      const int lead = mantissa < 2 ? 0 : mantissa < 4 ? 1 : 2;  // of numbers without a leading one
-      const int normal = (exponent + 120) << 7 | mantissa << 4;
-      const int small = (lead + 118) << 7 | (mantissa << (7 - lead) & 0x7f);
-      bits[code] = static_cast<uint16_t>(code == 127 ? 0x7fc0 : exponent > 0 ? normal : small);
+    for (int mantissa = 1; mantissa < 8; ++mantissa) {
+      const int lead = mantissa < 2 ? 0 : mantissa < 4 ? 1 : 2;
+      bits[mantissa] = static_cast<uint16_t>((lead + 118) << 7 | (mantissa << (7 - lead) & 0x7f));
     }
   }
 };
-constexpr Float8Table kFloat8Table;
+constexpr Float8Table kSmallFloat8;
 constexpr int kFloat8Rows = 8;
 
-// The bfloat16 numbers of pairs of codes; tables: the four registers of kFloat8Table.
-__attribute__((always_inline)) inline __m512bh widen_float8(const __m512i* tables, VecI pair) {
+// The bfloat16 numbers of pairs of codes, whose exponents are moved: their bias is larger by 120.
+__attribute__((always_inline)) inline __m512bh widen_float8(VecI pair) {
   const __m512i code = (__m512i)and_i(pair, set1_i(0x007f007f));
-  const __m512i low = _mm512_permutex2var_epi16(tables[0], code, tables[1]);
-  const __m512i high = _mm512_permutex2var_epi16(tables[2], code, tables[3]);
-  const __mmask32 is_high = _mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40));
-  const VecI sign = shift_left<8>(and_i(pair, set1_i(0x00800080)));
-  return reinterpret_cast<__m512bh>((__m512i)or_i((VecI)_mm512_mask_blend_epi16(is_high, low, high), sign));
+  __m512i bits = _mm512_add_epi16(_mm512_slli_epi16(code, 4), _mm512_set1_epi16(120 << 7));
+  const __mmask32 is_small = _mm512_testn_epi16_mask(code, _mm512_set1_epi16(0x78));
+  bits = _mm512_mask_permutexvar_epi16(bits, is_small, code, _mm512_load_si512(kSmallFloat8.bits));
+  const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(code, _mm512_set1_epi16(0x7f));
+  bits = _mm512_mask_mov_epi16(bits, is_nan, _mm512_set1_epi16(0x7fc0));
+  return reinterpret_cast<__m512bh>((__m512i)or_i((VecI)bits, shift_left<8>(and_i(pair, set1_i(0x00800080)))));
 }
 
 // sums[kRows][16 of kGroup * 16] = rows of bfloat16 pairs by one panel of float8_e4m3.
@@ -353,10 +468,6 @@ template <int kRows>
 __attribute__((noinline)) void multiply_float8_tile(const QuantizedWeight& weight, const int32_t* x,
                                                     int64_t x_stride, int64_t panel, float* sums) {
   const uint32_t* codes = weight.panel_codes(panel);
-  __m512i tables[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) tables[i] = _mm512_load_si512(kFloat8Table.bits + 32 * i);
-  const auto widen = [&](VecI pair) __attribute__((always_inline)) { return widen_float8(tables, pair); };
   weight.for_blocks([&](int64_t group, int64_t block, int64_t begin, int64_t end) {
     // two sums of each row, which do not wait for each other
     VecF acc[kRows][2];
@@ -365,7 +476,7 @@ __attribute__((noinline)) void multiply_float8_tile(const QuantizedWeight& weigh
     for (int64_t u = begin / 4; u < (end + 3) / 4; ++u) {
       const VecI word = load_i(codes + u * kPanel);
       __builtin_prefetch(reinterpret_cast<const char*>(codes + u * kPanel) + kAhead);
-      const __m512bh first = widen(pair_of<8, 0>(word)), second = widen(pair_of<8, 1>(word));
+      const __m512bh first = widen_float8(pair_of<8, 0>(word)), second = widen_float8(pair_of<8, 1>(word));
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         const int32_t* pairs = x + r * x_stride + 2 * u;

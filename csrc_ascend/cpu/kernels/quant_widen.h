@@ -89,14 +89,11 @@ struct Widen<Code::kUint4> {
 
 template <>
 struct Widen<Code::kFloat8E4m3> {
-  __m512i tables[4];
-  explicit Widen(const QuantizedWeight&, int64_t, int64_t) {
-    for (int i = 0; i < 4; ++i) tables[i] = _mm512_load_si512(kFloat8Table.bits + 32 * i);
-  }
+  explicit Widen(const QuantizedWeight&, int64_t, int64_t) {}
   void operator()(const uint32_t* codes, bfloat16* to) const {
     const VecI word = load_i(codes);
-    _mm512_storeu_si512(to, (__m512i)widen_float8(tables, pair_of<8, 0>(word)));
-    _mm512_storeu_si512(to + kStepInputs, (__m512i)widen_float8(tables, pair_of<8, 1>(word)));
+    _mm512_storeu_si512(to, (__m512i)widen_float8(pair_of<8, 0>(word)));
+    _mm512_storeu_si512(to + kStepInputs, (__m512i)widen_float8(pair_of<8, 1>(word)));
   }
 };
 
