@@ -35,13 +35,14 @@ PYTEST_NPU = $(PY) -m ascend_vllm.entrypoints.cli sim-run $(SIM_FLAGS) -- $(PYTE
 SIM_FLAGS ?= --devices 2 --memory 1073741824 --sync-timeout 5
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-clients test-fast test-cpu test-npu test-asan test-tsan bench-gate lint format build clients npu sim docs clean distclean
+.PHONY: help serve test test-all test-clients test-quantizers test-fast test-cpu test-npu test-asan test-tsan bench-gate lint format build clients npu sim docs clean distclean
 
 help:
 	@echo "make serve   start the server on http://$(HOST):$(PORT) with the demo model"
 	@echo "make test    run the tests;  make test-cpu, make test-npu  run those on the CPU, those on simulated NPUs"
 	@echo "make test-all   run them with every combination (pytest --all);  make test-fast  run those of small parts"
 	@echo "make test-clients  run other people's clients, each in an environment of its own (gigabytes)"
+	@echo "make test-quantizers  serve checkpoints that other people's tools quantize, each in an environment of its own"
 	@echo "make test-asan  run the kernels' tests with AddressSanitizer and UBSan;  make test-tsan  those of threads with TSan"
 	@echo "make bench-gate  is the working tree slower than a commit (BASE=COMMIT; default: where it left main)?"
 	@echo "make lint    ruff, mypy and clang-format"
@@ -93,6 +94,11 @@ NODE_CLIENTS := $(if $(shell command -v npm),$(patsubst tests/clients/%/package.
 test-clients: build $(STAMPS)/test $(PYTHON_CLIENTS:%=$(STAMPS)/client-%) $(NODE_CLIENTS:%=$(STAMPS)/client-%)
 	$(PY) -m ascend_vllm.entrypoints.cli demo
 	$(PY) -m pytest -n 0 -s tests/clients/all_clients.py $(ARGS)
+
+# Tools that quantize, each with its own torch, of PyPI; not part of test-all either.
+QUANTIZERS := $(patsubst tests/quantizers/%/requirements.txt,%,$(wildcard tests/quantizers/*/requirements.txt))
+test-quantizers: build $(STAMPS)/test $(QUANTIZERS:%=$(STAMPS)/quantizer-%)
+	$(PY) -m pytest -n 0 tests/quantizers/all_quantizers.py $(ARGS)
 
 # Kernels that check themselves, in a copy of the tree: the package's own library stays as it is. The sanitizer's runtime
 # library comes first in every process that the tests start, and libstdc++ beside it, which it needs for exceptions.
@@ -185,6 +191,11 @@ $(PYTHON_CLIENTS:%=$(STAMPS)/client-%): $(STAMPS)/client-%: tests/clients/%/requ
 	$(PY) -m pip --python $(VENV)/clients/$*/bin/python install --no-compile -r $<
 	@touch $@
 
+$(QUANTIZERS:%=$(STAMPS)/quantizer-%): $(STAMPS)/quantizer-%: tests/quantizers/%/requirements.txt | $(STAMPS)/torch
+	$(PY) -m venv $(VENV)/quantizers/$*
+	$(VENV)/quantizers/$*/bin/python -m pip install --no-compile -r $<
+	@touch $@
+
 $(NODE_CLIENTS:%=$(STAMPS)/client-%): $(STAMPS)/client-%: tests/clients/%/package-lock.json | $(STAMPS)/torch
 	mkdir -p $(VENV)/clients/$*
 	cp tests/clients/$*/package.json tests/clients/$*/package-lock.json $(VENV)/clients/$*
@@ -208,7 +219,7 @@ $(STAMPS)/dev: $(STAMPS)/package
 	@touch $@
 
 clean:
-	rm -rf build dist *.egg-info ascend_vllm/*.so ascend_vllm/_sim ascend_vllm/_npu $(addprefix $(STAMPS)/,native package test dev clients client-* npu sim)
+	rm -rf build dist *.egg-info ascend_vllm/*.so ascend_vllm/_sim ascend_vllm/_npu $(addprefix $(STAMPS)/,native package test dev clients client-* quantizer-* npu sim)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 distclean: clean
