@@ -76,6 +76,7 @@ ASCEND_VLLM_KERNEL(paged_attention, PagedAttentionArgs)
 
 #ifdef ASCEND_VLLM_ISA
 
+#include "cpu/kernels/paged_byte_tiles.h"
 #include "cpu/kernels/paged_depth_lanes.h"
 #include "cpu/kernels/paged_query_lanes.h"
 #include "cpu/kernels/paged_query_tiles.h"
@@ -160,6 +161,14 @@ class PagedAttention {
     const auto in_place = [](auto& form, int64_t begin, int64_t end, Part part) {
       form.attend(begin, end, part);
     };
+#ifdef __AMX_BF16__
+    // its queries and weights are less accurate than float32
+    if constexpr (std::is_same_v<Number, int8_t> && !std::is_same_v<T, float>) {
+      if (sequence_rows_ <= kMaxDepthRows && ByteTiles::supports(args_.cache.head_size)) {
+        return run_with(ByteTiles(blocks_, rows_, scale(), scratch_), in_place);
+      }
+    }
+#endif
     if (!takes_tiles() && sequence_rows_ <= kMaxDepthRows) {
       run_with(DepthLanes<Number>(blocks_, rows_, scale(), scratch_), in_place);
     } else if constexpr (!kIsWidened) {

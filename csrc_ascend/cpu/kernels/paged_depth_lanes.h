@@ -81,7 +81,7 @@ class DepthLanes {
     }
   }
 
- private:
+ protected:
   template <class Given>
   static Query convert(Given x) {
     if constexpr (std::is_same_v<Given, Query>) {

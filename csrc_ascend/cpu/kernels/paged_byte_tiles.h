@@ -1,0 +1,228 @@
+// Attention of few query rows to an int8 cache with AMX tiles of bytes, which read keys in place.
+//
+//     scores[16 keys, 16]     = keys[16, D]       . queries[D / 4, 16, 4]
+//     out[16, 16 depths]     += weights[16, keys] . values[keys / 4, 16 depths, 4]
+//
+// Queries and weights are integers of 15 bits: the largest of a row is 127 * 128, so that they are as accurate
+// as 16-bit floating-point numbers need. A row is two of the 16 lanes, v = 128 * high + low; products are
+// exact. Every row has lanes of its own, so its result does not depend on the other rows.
+#pragma once
+
+#ifdef __AMX_BF16__
+
+#include "cpu/isa/tiles.h"
+#include "cpu/kernels/paged_depth_lanes.h"
+
+namespace ascend_vllm {
+namespace {
+
+class ByteTiles : private DepthLanes<int8_t> {
+  using Base = DepthLanes<int8_t>;
+  static constexpr float kLargest = 127.0f * 128.0f;
+  static constexpr int64_t kDepths = 64;  // of one tile
+  static constexpr int64_t kTileBytes = 1024;
+  static_assert(kMaxDepthRows == 8 && kTileKeys == 64);
+
+ public:
+  static bool supports(int64_t head_size) { return head_size % kDepths == 0; }
+
+  ByteTiles(const HeadBlocks<int8_t>& blocks, const QueryRows& rows, float scale, float* scratch)
+      : Base(blocks, rows, scale, scratch), query_bytes_(reinterpret_cast<int8_t*>(queries_)) {}
+
+  // query(row) is the first element of a row.
+  template <class RowOf>
+  void load_queries(const RowOf& query) {
+    const int64_t size = blocks_.head_size;
+    __builtin_memset(query_bytes_, 0, 16 * size);
+    for (int64_t i = 0; i < rows_.count(); ++i) {
+      float wide[kMaxHeadSize];
+      const auto* from = query(rows_.begin + i);
+      VecF greatest = set1(0.0f), not_finite = set1(0.0f);
+      for (int64_t d = 0; d < size; d += kLanes) {
+        const VecF v = load(from + d);
+        store(wide + d, v);
+        greatest = max(greatest, abs(v));
+        not_finite = fma(v, set1(0.0f), not_finite);
+      }
+      const float largest = reduce_max(greatest);
+      query_steps_[i] = largest / kLargest + reduce_add(not_finite);
+      if (!(query_steps_[i] > 0.0f)) continue;
+      for (int64_t d = 0; d < size; ++d) {
+        const int value = static_cast<int>(__builtin_rintf(wide[d] * (kLargest / largest)));
+        const int high = (value + 64) >> 7;
+        int8_t* to = query_bytes_ + d / 4 * 64 + d % 4;
+        to[4 * i] = static_cast<int8_t>(high);
+        to[4 * (kMaxDepthRows + i)] = static_cast<int8_t>(value - 128 * high);
+      }
+    }
+  }
+
+  // Attends to positions key_begin … key_end-1 that are visible to each row.
+  void attend(int64_t key_begin, int64_t key_end, Part part) {
+    fill(part.out, rows_.count() * blocks_.head_size, 0.0f);
+    fill(part.max, rows_.count(), kNoMax);
+    fill(part.sum, rows_.count(), 0.0f);
+    __builtin_memset(weights_, 0, sizeof weights_);
+    const Tiles tiles;
+    for (int64_t tile = round_down(key_begin, kTileKeys); tile < key_end; tile += kTileKeys) {
+      const int64_t begin = max_of(key_begin - tile, 0), end = min_of(key_end - tile, kTileKeys);
+      score(tile, begin, end, key_end);
+      load_scales(tile, begin, end);
+      for (int64_t i = 0; i < rows_.count(); ++i) {
+        rescale_[i] = weigh(i, tile, begin, end, part);
+        round_weights(i, begin, end);
+      }
+      for (int64_t d = 0; d < blocks_.head_size; d += kDepths) add_values(tile, begin, end, d, part.out + d);
+    }
+  }
+
+ private:
+  void score(int64_t tile, int64_t begin, int64_t end, int64_t key_end) {
+    const int64_t size = blocks_.head_size;
+    for (int64_t n = round_down(begin, kTileHeight); n < end; n += kTileHeight) {
+      if (tile + kTileKeys + n < key_end) {
+        blocks_.prefetch(blocks_.keys, tile + kTileKeys + n, kTileHeight);
+        blocks_.prefetch(blocks_.values, tile + kTileKeys + n, kTileHeight);
+      }
+      const int8_t* keys = blocks_.key(tile + n);
+      finish_writes();
+      _tile_zero(0);
+      for (int64_t d = 0; d < size; d += kDepths) {
+        _tile_loadd(4, keys + d, size);
+        _tile_loadd(5, query_bytes_ + d * 16, kTileRowBytes);
+        _tile_dpbssd(0, 4, 5);
+      }
+      _tile_stored(0, sums_, kTileRowBytes);
+      finish_writes();
+      store_scores(n);
+    }
+  }
+
+  // Scores of 16 keys from `sums_`, [16 keys, high and low lanes of 8 rows].
+  void store_scores(int64_t n) {
+    // halves of 256 bits: 8 rows of a key, 8 keys apart
+    __m512i keys[8], pairs[8], fours[8];
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; ++k) {
+      const __m512i first = _mm512_load_si512(sums_ + 16 * k), second = _mm512_load_si512(sums_ + 16 * (k + 8));
+      const __m512i high = _mm512_shuffle_i64x2(first, second, 0x44);
+      keys[k] = _mm512_add_epi32(_mm512_slli_epi32(high, 7), _mm512_shuffle_i64x2(first, second, 0xee));
+    }
+#pragma GCC unroll 4
+    for (int k = 0; k < 8; k += 2) {
+      pairs[k] = _mm512_unpacklo_epi32(keys[k], keys[k + 1]);
+      pairs[k + 1] = _mm512_unpackhi_epi32(keys[k], keys[k + 1]);
+    }
+#pragma GCC unroll 2
+    for (int k = 0; k < 8; k += 4) {
+      fours[k] = _mm512_unpacklo_epi64(pairs[k], pairs[k + 2]);
+      fours[k + 1] = _mm512_unpackhi_epi64(pairs[k], pairs[k + 2]);
+      fours[k + 2] = _mm512_unpacklo_epi64(pairs[k + 1], pairs[k + 3]);
+      fours[k + 3] = _mm512_unpackhi_epi64(pairs[k + 1], pairs[k + 3]);
+    }
+    const __m512i even = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
+    const __m512i odd = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+    for (int64_t i = 0; i < rows_.count(); ++i) {
+      const __m512i sums = _mm512_permutex2var_epi64(fours[i % 4], i < 4 ? even : odd, fours[4 + i % 4]);
+      store(scores_ + i * kTileKeys + n, _mm512_cvtepi32_ps(sums) * set1(query_steps_[i] * scale_));
+    }
+  }
+
+  // Rounds the weights of a row; those of keys that are not in begin … end-1 are zero.
+  void round_weights(int64_t i, int64_t begin, int64_t end) {
+    const int64_t first = round_down(begin, kLanes), last = round_up(end, kLanes);
+    const float* weights = scores_ + i * kTileKeys;
+    VecF greatest = set1(0.0f);
+    for (int64_t n = first; n < last; n += kLanes) greatest = max(greatest, load(weights + n));
+    const float largest = reduce_max(greatest);
+    // below, 1 / largest is infinite, and so little does not count
+    const bool counts = largest > 1e-30f;
+    weight_steps_[i] = counts ? largest / kLargest : 0.0f;
+    const VecF factor = set1(counts ? kLargest / largest : 0.0f);
+    for (int64_t n = 0; n < kTileKeys; n += kLanes) {
+      const bool is_used = n >= first && n < last;
+      const __m512i value = is_used ? _mm512_cvtps_epi32(load(weights + n) * factor) : _mm512_setzero_si512();
+      const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(64)), 7);
+      const __m512i low = _mm512_sub_epi32(value, _mm512_slli_epi32(high, 7));
+      int8_t* to = weights_ + i * kTileKeys + n;
+      _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(high));
+      _mm_store_si128(reinterpret_cast<__m128i*>(to + kMaxDepthRows * kTileKeys), _mm512_cvtepi32_epi8(low));
+    }
+  }
+
+  // Groups of four keys as [16 groups, 16 depths, 4], for depths d … d+63; see `add_values` for their order.
+  // Other groups keep finite numbers, whose weights are zero.
+  void interleave_values(int64_t tile, int64_t begin, int64_t end, int64_t d) {
+    const int64_t size = blocks_.head_size;
+    for (int64_t n = round_down(begin, 4); n < end; n += 4) {
+      const int8_t* from = blocks_.value(tile + n) + d;
+      __m512i key[4];
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k) key[k] = _mm512_loadu_si512(from + k * size);
+      const __m512i low01 = _mm512_unpacklo_epi8(key[0], key[1]), high01 = _mm512_unpackhi_epi8(key[0], key[1]);
+      const __m512i low23 = _mm512_unpacklo_epi8(key[2], key[3]), high23 = _mm512_unpackhi_epi8(key[2], key[3]);
+      int8_t* to = values_ + n / 4 * kTileRowBytes;
+      _mm512_store_si512(to, _mm512_unpacklo_epi16(low01, low23));
+      _mm512_store_si512(to + kTileBytes, _mm512_unpackhi_epi16(low01, low23));
+      _mm512_store_si512(to + 2 * kTileBytes, _mm512_unpacklo_epi16(high01, high23));
+      _mm512_store_si512(to + 3 * kTileBytes, _mm512_unpackhi_epi16(high01, high23));
+    }
+  }
+
+  // out[row, 64 depths from d] = out * rescale + weights * values. Tile j has depths 16 l + 4 j … + 3 in its
+  // lanes 4 l … 4 l + 3.
+  void add_values(int64_t tile, int64_t begin, int64_t end, int64_t d, float* out) {
+    interleave_values(tile, begin, end, d);
+    finish_writes();
+    _tile_loadd(4, weights_, kTileKeys);
+    // registers are named by numerals
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_loadd(5, values_, kTileRowBytes);
+    _tile_dpbssd(0, 4, 5);
+    _tile_loadd(6, values_ + kTileBytes, kTileRowBytes);
+    _tile_dpbssd(1, 4, 6);
+    _tile_loadd(5, values_ + 2 * kTileBytes, kTileRowBytes);
+    _tile_dpbssd(2, 4, 5);
+    _tile_loadd(6, values_ + 3 * kTileBytes, kTileRowBytes);
+    _tile_dpbssd(3, 4, 6);
+    _tile_stored(0, sums_, kTileRowBytes);
+    _tile_stored(1, sums_ + 256, kTileRowBytes);
+    _tile_stored(2, sums_ + 2 * 256, kTileRowBytes);
+    _tile_stored(3, sums_ + 3 * 256, kTileRowBytes);
+    finish_writes();
+    for (int64_t i = 0; i < rows_.count(); ++i) {
+      VecF v[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const int32_t* high = sums_ + j * 256 + i * 16;
+        const __m512i low = _mm512_load_si512(high + kMaxDepthRows * 16);
+        v[j] = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(high), 7), low));
+      }
+      const VecF first01 = _mm512_shuffle_f32x4(v[0], v[1], 0x44),
+                 last01 = _mm512_shuffle_f32x4(v[0], v[1], 0xee);
+      const VecF first23 = _mm512_shuffle_f32x4(v[2], v[3], 0x44),
+                 last23 = _mm512_shuffle_f32x4(v[2], v[3], 0xee);
+      const VecF sums[4] = {
+          _mm512_shuffle_f32x4(first01, first23, 0x88), _mm512_shuffle_f32x4(first01, first23, 0xdd),
+          _mm512_shuffle_f32x4(last01, last23, 0x88), _mm512_shuffle_f32x4(last01, last23, 0xdd)};
+      const VecF factor = set1(rescale_[i]), step = set1(weight_steps_[i]);
+      float* to = out + i * blocks_.head_size;
+#pragma GCC unroll 4
+      for (int l = 0; l < 4; ++l) store(to + 16 * l, fma(sums[l], step, load(to + 16 * l) * factor));
+    }
+  }
+
+  int8_t* const query_bytes_;  // [D / 4, 16, 4]
+  float query_steps_[kMaxDepthRows], weight_steps_[kMaxDepthRows], rescale_[kMaxDepthRows];
+  alignas(64) int8_t weights_[2 * kMaxDepthRows * kTileKeys];
+  alignas(64) int8_t values_[4 * kTileBytes];
+  alignas(64) int32_t sums_[4 * 256];
+};
+
+}  // namespace
+}  // namespace ascend_vllm
+
+#endif
