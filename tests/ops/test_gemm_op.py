@@ -138,3 +138,29 @@ def test_large_results_take_the_memory_of_those_that_are_gone() -> None:
     held = layer(x, None)
     native.release_memory()
     check(held)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "width"),
+    [
+        pytest.param(600, 1000, 512, id="copied once, inputs of no whole tile, results past the caches"),
+        pytest.param(300, 5000, 48, id="copied slice by slice, an odd number of panels"),
+        pytest.param(65, 20, 96, id="less than a tile of inputs"),
+    ],
+)
+def test_a_row_among_many_is_the_same_as_alone(isa: str, rows: int, inputs: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    layer = PackedLinear.of((torch.randn(2 * width, inputs, generator=generator) / inputs**0.5).bfloat16())
+    bias = torch.randn(2 * width, generator=generator).bfloat16()
+    x = torch.randn(rows, 2 * inputs, generator=generator).bfloat16()[:, inputs:]
+    together = layer(x, bias)
+    gated = gemm.packed_gated_linear(x, layer._weight, bias, 2 * width, "silu")
+    wide = torch.nn.functional.linear(
+        x.double(), unpack_weight(layer._weight, inputs, 2 * width).double(), bias.double()
+    )
+    torch.testing.assert_close(together.double(), wide, rtol=2**-8, atol=1e-4)
+    for row in (0, 15, 31, 32, rows // 2, rows - 17, rows - 1):
+        alone = x[row : row + 1]
+        assert torch.equal(layer(alone, bias)[0], together[row]), row
+        expected = gemm.packed_gated_linear(alone, layer._weight, bias, 2 * width, "silu")
+        assert torch.equal(expected[0], gated[row]), row

@@ -40,6 +40,18 @@ class Tiles {
   Tiles& operator=(const Tiles&) = delete;
 };
 
+// Shapes for sums in tiles 0 to 3 and inputs in 4 and 5: with two tiles of rows 2, 3 and 5 belong to the
+// second.
+inline void shape_tiles_for(int64_t first_rows, int64_t second_rows) {
+  TileShapes shapes;
+  const bool has_second = second_rows > 0;
+  for (int tile = 0; tile < (has_second ? 6 : 5); ++tile) {
+    const bool is_second = has_second && (tile == 2 || tile == 3 || tile == 5);
+    shapes.rows[tile] = static_cast<uint8_t>(is_second ? second_rows : first_rows);
+  }
+  shape_tiles(shapes);
+}
+
 }  // namespace
 }  // namespace ascend_vllm
 

@@ -283,22 +283,26 @@ inline VecF rounded<float>(VecF x) {
   return x;
 }
 
-// A row of the gated result. The products are rounded to T, so that the result equals that of the two separate
-// kernels.
+// Lanes of a gated result, of which `column` is the first. The products are rounded to T, so that the result
+// equals that of the two separate kernels.
+template <class T, class Activation>
+inline VecF gated_lanes(const LinearArgs& a, const Activation& activation, VecF gate, VecF up, int64_t column) {
+  if (a.bias != nullptr) {
+    const T* bias = static_cast<const T*>(a.bias) + column;
+    gate = gate + load(bias);
+    up = up + load(bias + a.out_features / 2);
+  }
+  return activation(rounded<T>(gate)) * rounded<T>(up);
+}
+
+// A row of the gated result.
 template <class T, class Activation>
 inline void write_gated_row(const LinearArgs& a, const Activation& activation, const float* gates,
                             const float* ups, int64_t row, int64_t column, int64_t columns) {
-  const int64_t width = a.out_features / 2;
   T* out = static_cast<T*>(a.out) + row * a.out_stride + column;
-  const T* gate_bias = a.bias == nullptr ? nullptr : static_cast<const T*>(a.bias) + column;
   // Whole panels: `columns` is a multiple of the lanes.
   for (int64_t i = 0; i < columns; i += kLanes) {
-    VecF gate = load(gates + i), up = load(ups + i);
-    if (gate_bias != nullptr) {
-      gate = gate + load(gate_bias + i);
-      up = up + load(gate_bias + width + i);
-    }
-    store(out + i, activation(rounded<T>(gate)) * rounded<T>(up));
+    store(out + i, gated_lanes<T>(a, activation, load(gates + i), load(ups + i), column + i));
   }
 }
 

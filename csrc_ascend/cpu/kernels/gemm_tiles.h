@@ -1,296 +1,334 @@
-// The bfloat16 products of gemm_tasks.h with AMX tiles: 16 rows of 32 inputs times 16 pairs of inputs by 16
-// outputs, which is the layout of panels.
+// The bfloat16 products of gemm_tasks.h with AMX tiles: blocks of 32 rows by two panels, which are four tiles
+// of sums. A tile of inputs has 16 rows of 32, a tile of weights 16 pairs of inputs by 16 outputs, as panels
+// have them.
 //
 // Every output is one chain of tile products in the order of the inputs, whatever the number of rows and
 // threads, so a row's result does not depend on the other rows. Subnormal numbers are treated as zero, as the
 // hardware does.
+//
+// Many rows are copied tile by tile for the L2 cache and multiplied slice by slice of the inputs: then one
+// panel stays in the L1 cache, and everything else passes by it. Prefetching weights and writing results take
+// place between the products, which leave most of the processor idle.
 #pragma once
 
 #ifdef __AMX_BF16__
 
+#include <atomic>
+
 #include "cpu/isa/tiles.h"
+#include "cpu/kernels/gemm_tile_blocks.h"
 
 namespace ascend_vllm {
 namespace {
 
-constexpr int64_t kTileInputs = 32;  // inputs of a tile
-constexpr int64_t kTileBytes = kTileHeight * kTileRowBytes;
-constexpr int64_t kTileBlock = 2 * kTileHeight;
-constexpr int64_t kTilePanels = 4;  // maximum panels of a task
-constexpr int64_t kTileColumns = kTilePanels * kPanel;
-// The inputs of a task's rows should stay in the L2 cache while its panels are read.
-constexpr int64_t kInputBytesOfTask = 5 << 18;
-// Prefetch distance within a panel, in bytes: a few tiles.
-constexpr int64_t kTileAhead = 4096;
-// The same within a row of inputs: two tiles.
-constexpr int64_t kInputsAhead = 128;
+// Up to so many rows are not copied, since reading the weights takes longer than multiplying by them.
+constexpr int64_t kMostDirectRows = 64;
+// Tiles of inputs of a slice: those of a panel take half of the L1 cache.
+constexpr int64_t kSliceSteps = 28;
+// Weights of a task for few rows, in bytes, unless there would be too few tasks for the threads.
+constexpr int64_t kDirectBytes = 1 << 18;
+// Tasks of a thread, so that one that is delayed does not delay them all; packing takes time in each.
+constexpr int64_t kDirectTasks = 4, kPackedTasks = 2;
+// How far weights are prefetched for a single block of rows, in tiles. For several ones it is a pair of panels,
+// unless they have more tiles than kSpreadSteps.
+constexpr int64_t kAheadSteps = 8, kSpreadSteps = 64;
+// Rows of a task: as many as fit into the memory below, or so many of them if not all of their inputs do.
+constexpr int64_t kMostTaskRows = 512, kMostSlicedRows = 256;
 
-// Tiles 0 to 3 are sums. With two tiles of rows 4 and 5 are inputs, 6 and 7 weights; with one, 4 is inputs and
-// 5 to 7 are weights.
-inline void shape_tiles_for(int64_t first_rows, int64_t second_rows) {
-  TileShapes shapes;
-  const bool has_second = second_rows > 0;
-  for (int tile = 0; tile < (has_second ? 6 : 5); ++tile) {
-    const bool is_second = has_second && (tile == 2 || tile == 3 || tile == 5);
-    shapes.rows[tile] = static_cast<uint8_t>(is_second ? second_rows : first_rows);
-  }
-  shape_tiles(shapes);
-}
+// A thread's memory for tasks of many rows: a large part of its L2 cache.
+struct TileMemory {
+  static constexpr int64_t kPackedBytes = 1 << 20;
+  static constexpr int64_t kMostSums = 256;  // blocks
 
-// The rows and panels of one call below; strides in bytes and in elements.
-struct TileOperands {
-  const bfloat16* x;
-  int64_t x_bytes;  // from row to row
-  const bfloat16* w;
-  int64_t panel_size;
+  alignas(64) char packed[kPackedBytes];
+  alignas(64) float sums[kMostSums * kBlockSums];
+  int64_t call = 0, row = 0;  // whose rows `packed` has
 };
 
-// Prefetches a tile of weights `ahead` bytes further on; 0: does nothing, since it is cached.
-template <bool kFetches>
-inline void fetch(const bfloat16* w, int64_t ahead) {
-  if constexpr (kFetches) {
-    const char* from = reinterpret_cast<const char*>(w) + ahead;
-#pragma GCC unroll 16
-    for (int line = 0; line < 16; ++line) __builtin_prefetch(from + line * 64);
-  }
+// This thread's, made when first used.
+inline TileMemory& tile_memory() {
+  struct Owner {
+    TileMemory* const memory = new TileMemory;
+    ~Owner() { delete memory; }
+  };
+  thread_local const Owner owner;
+  return *owner.memory;
 }
 
-// Prefetches 16 rows of inputs two tiles further on, from the L2 cache: a block of rows does not fit into L1,
-// and their stride is too large for hardware prefetching.
-inline void fetch_inputs(const char* x, int64_t x_bytes) {
-#pragma GCC unroll 16
-  for (int row = 0; row < kTileHeight; ++row) __builtin_prefetch(x + kInputsAhead + row * x_bytes);
-}
+// Prefetches tiles of two panels, some lines of both at a time: the tiles [begin, end) of one pair, then [0,
+// rest) of the next one. kHint: into which caches.
+template <_mm_hint kHint>
+class PanelFetch {
+ public:
+  PanelFetch(const PanelPair& pair, int64_t begin, int64_t end, const PanelPair& next = {}, int64_t rest = 0)
+      : pair_(pair.from(begin)), next_(next), lines_((end - begin) * kTileHeight), rest_(rest * kTileHeight) {}
 
-// sums[16, 4 panels] += x times four panels for `steps` times 32 inputs. Sums are in tiles 0 to 3.
-struct AddWide {
-  static constexpr int64_t kPanels = 4;
-  template <bool kFetches>
-  static void run(const TileOperands& o, int64_t steps, int64_t ahead) {
-    const bfloat16* w = o.w;
-    for (int64_t step = 0; step < steps; ++step, w += kTileInputs * kPanel) {
-      _tile_loadd(4, o.x + step * kTileInputs, o.x_bytes);
-      fetch<kFetches>(w, ahead);
-      _tile_loadd(5, w, 64);
-      _tile_dpbf16ps(0, 4, 5);
-      fetch<kFetches>(w + o.panel_size, ahead);
-      _tile_loadd(6, w + o.panel_size, 64);
-      _tile_dpbf16ps(1, 4, 6);
-      fetch<kFetches>(w + 2 * o.panel_size, ahead);
-      _tile_loadd(7, w + 2 * o.panel_size, 64);
-      _tile_dpbf16ps(2, 4, 7);
-      fetch<kFetches>(w + 3 * o.panel_size, ahead);
-      _tile_loadd(5, w + 3 * o.panel_size, 64);
-      _tile_dpbf16ps(3, 4, 5);
+  [[gnu::always_inline]] void some(int64_t count) {
+    for (; count > 0; --count) {
+      if (lines_ == 0) {
+        if (rest_ == 0) return;
+        pair_ = next_;
+        lines_ = rest_;
+        rest_ = 0;
+      }
+      _mm_prefetch(pair_.first, kHint);
+      _mm_prefetch(pair_.second, kHint);
+      pair_.first += kTileInputs;
+      pair_.second += kTileInputs;
+      --lines_;
     }
   }
+
+  void all() { some(lines_ + rest_); }
+
+ private:
+  PanelPair pair_, next_;
+  int64_t lines_, rest_;
 };
 
-// The same with one panel, in tile 0.
-struct AddNarrow {
-  static constexpr int64_t kPanels = 1;
-  template <bool kFetches>
-  static void run(const TileOperands& o, int64_t steps, int64_t ahead) {
-    const bfloat16* w = o.w;
-    for (int64_t step = 0; step < steps; ++step, w += kTileInputs * kPanel) {
-      fetch<kFetches>(w, ahead);
-      _tile_loadd(4, o.x + step * kTileInputs, o.x_bytes);
-      _tile_loadd(5, w, 64);
-      _tile_dpbf16ps(0, 4, 5);
-    }
-  }
-};
-
-// The same with two tiles of rows and two panels: tiles 0 and 1 are sums of the first rows.
-struct AddSquare {
-  static constexpr int64_t kPanels = 2;
-  template <bool kFetches>
-  static void run(const TileOperands& o, int64_t steps, int64_t ahead) {
-    const bfloat16* w = o.w;
-    const char* first = reinterpret_cast<const char*>(o.x);
-    const char* second = first + kTileHeight * o.x_bytes;
-    for (int64_t step = 0; step < steps; ++step, w += kTileInputs * kPanel) {
-      fetch<kFetches>(w, ahead);
-      fetch<kFetches>(w + o.panel_size, ahead);
-      fetch_inputs(first + step * kTileRowBytes, o.x_bytes);
-      fetch_inputs(second + step * kTileRowBytes, o.x_bytes);
-      _tile_loadd(4, first + step * kTileRowBytes, o.x_bytes);
-      _tile_loadd(6, w, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, w + o.panel_size, 64);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(5, second + step * kTileRowBytes, o.x_bytes);
+// Tiles 0 to 3 are sums: those of the first rows by both panels, then those of the second ones; 4 and 5 are
+// inputs, 6 and 7 weights. Only the first panel is loaded through the L1 cache, from which the others would
+// remove it. `aside` is called in every step.
+template <int kRowTiles, class Aside>
+inline void add_products(TileRows x, PanelPair w, int64_t steps, const Aside& aside) {
+  for (; steps > 0; --steps) {
+    _tile_stream_loadd(4, x.first, x.row_bytes);
+    _tile_loadd(6, w.first, kTileRowBytes);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (kRowTiles == 2) {
+      _tile_stream_loadd(5, x.second, x.row_bytes);
       _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
     }
+    _tile_stream_loadd(7, w.second, kTileRowBytes);
+    aside();
+    if constexpr (kRowTiles == 2) _tile_dpbf16ps(3, 5, 7);
+    _tile_dpbf16ps(1, 4, 7);
+    x = x.from(1);
+    w = w.from(1);
   }
-};
+}
 
-// The last inputs, fewer than 32, of up to 32 rows and 4 panels, padded with zeros.
-struct TileRest {
-  alignas(64) bfloat16 x[2 * kTileHeight * kTileInputs];
-  alignas(64) bfloat16 w[kTilePanels * kTileInputs * kPanel];
-
-  TileRest(const TileOperands& o, int64_t rows, int64_t panels, int64_t begin, int64_t end) {
-    const int64_t w_end = (end + 1) / 2 * 2;  // panels have complete pairs
-    __builtin_memset(x, 0, sizeof x);
-    __builtin_memset(w, 0, sizeof w);
-    for (int64_t r = 0; r < rows; ++r) {
-      const char* row = reinterpret_cast<const char*>(o.x) + r * o.x_bytes;
-      __builtin_memcpy(x + r * kTileInputs, row + begin * sizeof(bfloat16), (end - begin) * sizeof(bfloat16));
-    }
-    for (int64_t p = 0; p < panels; ++p) {
-      __builtin_memcpy(w + p * kTileInputs * kPanel, o.w + p * o.panel_size + begin * kPanel,
-                       (w_end - begin) * kPanel * sizeof(bfloat16));
-    }
-    finish_writes(this);
+// The same in parts: on Granite Rapids, storing a tile takes 900 cycles longer if none was stored for
+// 2,000 cycles.
+template <int kRowTiles, class Aside>
+inline void add_slice(const TileRows& x, const PanelPair& w, int64_t steps, const Aside& aside) {
+  constexpr int64_t kMostSteps = 16;
+  alignas(64) char unused[kTileBytes];
+  int64_t step = 0;
+  for (; step + kMostSteps < steps; step += kMostSteps) {
+    add_products<kRowTiles>(x.from(step), w.from(step), kMostSteps, aside);
+    _tile_stored(7, unused, kTileRowBytes);
   }
+  add_products<kRowTiles>(x.from(step), w.from(step), steps - step, aside);
+}
 
-  TileOperands operands() const { return {x, 64, w, kTileInputs * kPanel}; }
-};
-
-// All inputs of `rows` rows by as many panels as Add takes, into zeroed sums.
-template <class Add>
-inline void add_all(const TileOperands& o, int64_t rows, int64_t inputs, bool fetches) {
-  const int64_t steps = inputs / kTileInputs;
+inline void zero_sums() {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  if (fetches) {
-    const int64_t last = std::min(steps, kTileAhead / kTileBytes), first = steps - last,
-                  done = first * kTileInputs;
-    Add::template run<true>(o, first, kTileAhead);
-    // A panel is followed by the next one of this group in memory, so only the last panel prefetches beyond its
-    // end.
-    const int64_t others = (Add::kPanels - 1) * o.panel_size * static_cast<int64_t>(sizeof(bfloat16));
-    Add::template run<true>({o.x + done, o.x_bytes, o.w + done * kPanel, o.panel_size}, last,
-                            kTileAhead + others);
-  } else {
-    Add::template run<false>(o, steps, 0);
-  }
-  if (steps * kTileInputs < inputs) {
-    const TileRest rest(o, rows, Add::kPanels, steps * kTileInputs, inputs);
-    Add::template run<false>(rest.operands(), 1, 0);
-  }
 }
 
-constexpr int64_t kSumsBytes = kTileColumns * sizeof(float);
-
-// sums[rows <= 16, panels <= 4 of 16] = x times panels.
-inline void multiply_one_tile(const TileOperands& o, int64_t rows, int64_t panels, int64_t inputs, float* sums,
-                              bool fetches) {
-  shape_tiles_for(rows, 0);
-  if (panels == kTilePanels) {
-    add_all<AddWide>(o, rows, inputs, fetches);
-    _tile_stored(0, sums, kSumsBytes);
-    _tile_stored(1, sums + kPanel, kSumsBytes);
-    _tile_stored(2, sums + 2 * kPanel, kSumsBytes);
-    _tile_stored(3, sums + 3 * kPanel, kSumsBytes);
-    return;
-  }
-  for (int64_t p = 0; p < panels; ++p) {
-    add_all<AddNarrow>({o.x, o.x_bytes, o.w + p * o.panel_size, o.panel_size}, rows, inputs, fetches);
-    _tile_stored(0, sums + p * kPanel, kSumsBytes);
-  }
+inline void load_sums(const float* sums) {
+  _tile_stream_loadd(0, sums, kSumsRowBytes);
+  _tile_stream_loadd(1, sums + kPanel, kSumsRowBytes);
+  _tile_stream_loadd(2, sums + kTileHeight * kSumsRow, kSumsRowBytes);
+  _tile_stream_loadd(3, sums + kTileHeight * kSumsRow + kPanel, kSumsRowBytes);
 }
 
-// sums[16 < rows <= 32, panels <= 4 of 16] = x times panels.
-inline void multiply_two_tiles(const TileOperands& o, int64_t rows, int64_t panels, int64_t inputs, float* sums,
-                               bool fetches) {
-  const int64_t second_rows = rows - kTileHeight;
-  float* second = sums + kTileHeight * kTileColumns;
-  shape_tiles_for(kTileHeight, second_rows);
-  int64_t p = 0;
-  for (; p + 2 <= panels; p += 2) {
-    add_all<AddSquare>({o.x, o.x_bytes, o.w + p * o.panel_size, o.panel_size}, rows, inputs, fetches);
-    _tile_stored(0, sums + p * kPanel, kSumsBytes);
-    _tile_stored(1, sums + (p + 1) * kPanel, kSumsBytes);
-    _tile_stored(2, second + p * kPanel, kSumsBytes);
-    _tile_stored(3, second + (p + 1) * kPanel, kSumsBytes);
+template <int kRowTiles>
+inline void store_sums(float* sums) {
+  _tile_stored(0, sums, kSumsRowBytes);
+  _tile_stored(1, sums + kPanel, kSumsRowBytes);
+  if constexpr (kRowTiles == 2) {
+    _tile_stored(2, sums + kTileHeight * kSumsRow, kSumsRowBytes);
+    _tile_stored(3, sums + kTileHeight * kSumsRow + kPanel, kSumsRowBytes);
   }
-  if (p == panels) return;
-  // the last panel of an odd number: one tile of rows after the other
-  const bfloat16* x = o.x + kTileHeight * o.x_bytes / static_cast<int64_t>(sizeof(bfloat16));
-  const bfloat16* w = o.w + p * o.panel_size;
-  multiply_one_tile({o.x, o.x_bytes, w, o.panel_size}, kTileHeight, 1, inputs, sums + p * kPanel, fetches);
-  multiply_one_tile({x, o.x_bytes, w, o.panel_size}, second_rows, 1, inputs, second + p * kPanel, false);
+  finish_writes();
 }
 
-// Rows [row, row + rows) by at most kTilePanels panels from `panel` on; if gated, also by the corresponding
-// panels of the second half.
+// What a step does besides its products: a block's share of prefetching, and results of the block before.
+template <class Fetch>
+struct Aside {
+  Fetch& fetch;
+  BlockWriter& writer;
+  const int64_t lines;
+
+  Aside(Fetch& panels, BlockWriter& results, int64_t blocks)
+      : fetch(panels), writer(results), lines((kTileHeight + blocks - 1) / blocks) {}
+
+  [[gnu::always_inline]] void operator()() const {
+    fetch.some(lines);
+    writer.step();
+  }
+};
+
+// Rows [row, row + rows) by the panels [panel, panel + panels), or by so many panels of both halves if gated.
 class TileTask {
  public:
   TileTask(const LinearArgs& args, int64_t row, int64_t rows, int64_t panel, int64_t panels)
-      : a_(args), row_(row), rows_(rows), panel_(panel), panels_(panels) {}
+      : a_(args),
+        panel_(panel),
+        panels_(panels),
+        pairs_((panels + 1) / 2 * (args.is_gated ? 2 : 1)),
+        steps_(args.in_features / kTileInputs),
+        panel_size_((args.in_features + 1) / 2 * 2 * kPanel),
+        rows_(args, row, rows),
+        writer_(args, rows_) {}
 
-  void run() {
+  // At most TileMemory::kMostSums blocks of rows, which are read where x has them.
+  void run() { rows_.count() <= kTileHeight ? run_direct<1>() : run_direct<2>(); }
+
+  // At least 32 rows, by way of a copy, which later tasks of the same call may use; `call` is a number of its
+  // own. If there are several slices, there are at most TileMemory::kMostSums blocks by pairs.
+  void run_packed(int64_t call) {
+    using Fetch = PanelFetch<_MM_HINT_T1>;
     const Tiles tiles;
-    for (int64_t begin = 0; begin < rows_; begin += kTileBlock) {
-      const int64_t rows = std::min(kTileBlock, rows_ - begin);
-      multiply(begin, rows, 0, sums_);
-      if (a_.is_gated) multiply(begin, rows, a_.out_features / 2 / kPanel, ups_);
-      write(begin, rows);
+    const int64_t slices = slices_of(steps_);
+    const bool keeps_all = rows_.packed_bytes(steps_) <= TileMemory::kPackedBytes;
+    const bool has_all = keeps_all && memory_.call == call && memory_.row == rows_.row();
+    memory_.call = keeps_all ? call : 0;
+    memory_.row = rows_.row();
+    Fetch(pair(0), 0, steps_ / slices).all();
+    for (int64_t slice = 0; slice < slices; ++slice) {
+      const int64_t begin = steps_ * slice / slices, end = steps_ * (slice + 1) / slices;
+      const bool is_last = slice + 1 == slices;
+      char* packed = memory_.packed + (keeps_all ? rows_.packed_bytes(begin) : 0);
+      if (!has_all) rows_.pack(begin, end, packed);
+      for (int64_t i = 0; i < pairs_; ++i) {
+        Fetch fetch = i + 1 < pairs_ ? Fetch(pair(i + 1), begin, end)
+                      : is_last      ? Fetch({}, 0, 0)
+                                     : Fetch(pair(0), end, steps_ * (slice + 2) / slices);
+        const Aside aside(fetch, writer_, rows_.blocks());
+        for (int64_t block = 0; block < rows_.blocks(); ++block) {
+          float* sums = sums_of(slices == 1 ? 0 : i, block);
+          slice == 0 ? zero_sums() : load_sums(sums);
+          add_slice<2>(rows_.packed(packed, block, end - begin), pair(i).from(begin), end - begin, aside);
+          if (is_last) {
+            finish_block<2>(block, i, sums, sums_of(slices == 1 ? 0 : i - 1, block));
+          } else {
+            store_sums<2>(sums);
+          }
+        }
+      }
     }
+    writer_.finish();
+  }
+
+  static int64_t slices_of(int64_t steps) {
+    return std::max<int64_t>(1, (steps + kSliceSteps - 1) / kSliceSteps);
   }
 
  private:
-  // Rows of the task by its panels, or by those `further` panels behind them.
-  void multiply(int64_t begin, int64_t rows, int64_t further, float* sums) {
-    const int64_t panel_size = (a_.in_features + 1) / 2 * 2 * kPanel;
-    const TileOperands operands{static_cast<const bfloat16*>(a_.x) + (row_ + begin) * a_.x_stride,
-                                a_.x_stride * static_cast<int64_t>(sizeof(bfloat16)),
-                                static_cast<const bfloat16*>(a_.packed) + (panel_ + further) * panel_size,
-                                panel_size};
-    const auto block = rows > kTileHeight ? multiply_two_tiles : multiply_one_tile;
-    // the first rows prefetch the weights into the cache for the others
-    block(operands, rows, panels_, a_.in_features, sums, begin == 0);
+  // With gates, every pair is followed by that of the other half.
+  PanelPair pair(int64_t index) const {
+    const int64_t half = a_.is_gated ? index % 2 * (a_.out_features / 2 / kPanel) : 0;
+    const bfloat16* first =
+        static_cast<const bfloat16*>(a_.packed) + (panel_ + panel_of(index) + half) * panel_size_;
+    return {first, panel_of(index) + 1 < panels_ ? first + panel_size_ : first};
   }
 
-  void write(int64_t begin, int64_t rows) const {
-    const int64_t column = panel_ * kPanel;
-    const int64_t columns =
-        std::min(panels_ * kPanel, (a_.is_gated ? a_.out_features / 2 : a_.out_features) - column);
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t at = r * kTileColumns, row = row_ + begin + r;
-      if (!a_.is_gated) {
-        write_row<bfloat16>(a_, sums_ + at, row, column, columns);
-      } else {
-        with_gate(a_.gate, [&](auto activation) {
-          write_gated_row<bfloat16>(a_, activation, sums_ + at, ups_ + at, row, column, columns);
-        });
+  // The pair's first panel of the task.
+  int64_t panel_of(int64_t index) const { return a_.is_gated ? index / 2 * 2 : index * 2; }
+
+  float* sums_of(int64_t index, int64_t block) const {
+    return memory_.sums + (index * rows_.blocks() + block) * kBlockSums;
+  }
+
+  template <int kRowTiles>
+  void run_direct() {
+    TileShapes shapes;
+    if constexpr (kRowTiles == 1) {
+      for (const int tile : {0, 1, 4}) shapes.rows[tile] = static_cast<uint8_t>(rows_.count());
+    }
+    const Tiles tiles(shapes);
+    // the next pair while all blocks are multiplied, or else the tiles that follow while the first block is
+    if (rows_.blocks() > 1 && steps_ <= kSpreadSteps) {
+      multiply_direct<kRowTiles, _MM_HINT_T1>(steps_, rows_.blocks());
+    } else {
+      multiply_direct<kRowTiles, _MM_HINT_T0>(std::min(steps_, kAheadSteps), 1);
+    }
+  }
+
+  // Weights are prefetched `ahead` tiles before they are needed, during the first `blocks` blocks.
+  template <int kRowTiles, _mm_hint kHint>
+  void multiply_direct(int64_t ahead, int64_t blocks) {
+    PanelFetch<kHint>(pair(0), 0, ahead).all();
+    for (int64_t i = 0; i < pairs_; ++i) {
+      const bool is_last = i + 1 == pairs_;
+      PanelFetch<kHint> fetch(pair(i), ahead, steps_, pair(is_last ? i : i + 1), is_last ? 0 : ahead);
+      const Aside aside(fetch, writer_, blocks);
+      for (int64_t block = 0; block < rows_.blocks(); ++block) {
+        zero_sums();
+        add_slice<kRowTiles>(rows_.direct(block), pair(i), steps_, aside);
+        finish_block<kRowTiles>(block, i, sums_of(0, block), sums_of(0, block));
       }
+    }
+    writer_.finish();
+  }
+
+  // Adds the rest of the inputs and hands the sums to the writer; those of gates are kept in `sums` until those
+  // of the other half follow.
+  template <int kRowTiles>
+  void finish_block(int64_t block, int64_t index, float* sums, const float* gates) {
+    if (const int64_t done = steps_ * kTileInputs; done < a_.in_features) {
+      const TileRest rest(rows_.direct(block).from(steps_), std::min(rows_.count(), kTileHeight),
+                          pair(index).from(steps_), a_.in_features - done);
+      add_products<kRowTiles>(rest.rows(), rest.panels(), 1, [] {});
+    }
+    if (a_.is_gated && index % 2 == 0) {
+      writer_.finish_block();
+      store_sums<kRowTiles>(sums);
+    } else {
+      const int64_t panel = panel_of(index);
+      store_sums<kRowTiles>(writer_.next(block, (panel_ + panel) * kPanel, panels_ - panel, gates));
     }
   }
 
   const LinearArgs& a_;
-  const int64_t row_, rows_, panel_, panels_;
-  alignas(64) float sums_[kTileBlock * kTileColumns];
-  alignas(64) float ups_[kTileBlock * kTileColumns];
+  const int64_t panel_, panels_, pairs_, steps_, panel_size_;
+  const TaskRows rows_;
+  TileMemory& memory_ = tile_memory();
+  BlockWriter writer_;
 };
 
 inline void multiply_in_tiles(const LinearArgs& a) {
   if (a.rows == 0 || a.out_features == 0) return;
-  const int64_t panels = a.is_gated ? a.out_features / 2 / kPanel : (a.out_features + kPanel - 1) / kPanel;
-  const int64_t blocks = (a.rows + kTileBlock - 1) / kTileBlock;
-  const int64_t block_bytes = kTileBlock * a.in_features * static_cast<int64_t>(sizeof(bfloat16));
-  const int64_t most_blocks = std::max<int64_t>(1, kInputBytesOfTask / std::max<int64_t>(1, block_bytes));
-  const int64_t row_tasks = (blocks + most_blocks - 1) / most_blocks;
+  const int64_t all = (a.out_features + kPanel - 1) / kPanel, panels = a.is_gated ? all / 2 : all;
+  const int64_t pairs = (panels + 1) / 2, sums_of_pair = a.is_gated ? 2 : 1;
+  const int64_t steps = a.in_features / kTileInputs;
   const int threads = threads_for(a.rows * a.in_features * a.out_features / 8);
-  // fewer panels per task if there would be too few tasks to balance the threads
-  int64_t group = kTilePanels;
-  while (group > 1 && row_tasks * ((panels + group - 1) / group) < 4 * threads) group /= 2;
-  const int64_t groups = (panels + group - 1) / group;
-  const auto task = [&](int64_t index) {
-    const int64_t of_rows = index / groups, panel = index % groups * group;
-    const int64_t row = blocks * of_rows / row_tasks * kTileBlock;
-    const int64_t end = std::min(a.rows, blocks * (of_rows + 1) / row_tasks * kTileBlock);
-    TileTask(a, row, end - row, panel, std::min(group, panels - panel)).run();
+  const bool is_direct = a.rows <= kMostDirectRows;
+  int64_t row_tasks = 1, groups = kDirectTasks * threads;
+  if (is_direct) {
+    groups = std::max(groups, pairs * sums_of_pair * steps * 2 * kTileBytes / kDirectBytes);
+  } else {
+    const int64_t fitting = TileMemory::kPackedBytes / std::max<int64_t>(1, steps * kBlockBytes) * kTileBlock;
+    const int64_t most_rows = fitting < kMostSlicedRows ? kMostSlicedRows : std::min(fitting, kMostTaskRows);
+    row_tasks = (a.rows + most_rows - 1) / most_rows;
+    const int64_t blocks = ((a.rows + row_tasks - 1) / row_tasks + kTileBlock - 1) / kTileBlock;
+    const int64_t tasks = fitting < kMostSlicedRows ? threads : kPackedTasks * threads;
+    groups = (tasks + row_tasks - 1) / row_tasks;
+    if (TileTask::slices_of(steps) > 1) {
+      const int64_t most_pairs = TileMemory::kMostSums / (blocks * sums_of_pair);
+      groups = std::max(groups, (pairs + most_pairs - 1) / most_pairs);
+    }
+  }
+  groups = std::min((groups + threads - 1) / threads * threads, pairs);
+  static std::atomic<int64_t> calls{0};
+  const int64_t call = ++calls;
+  const auto task = [&](int64_t index, int64_t) {
+    const int64_t of_rows = index / groups, of_pairs = index % groups;
+    const int64_t row = a.rows * of_rows / row_tasks, end = a.rows * (of_rows + 1) / row_tasks;
+    const int64_t panel = pairs * of_pairs / groups * 2;
+    const int64_t last = std::min(panels, pairs * (of_pairs + 1) / groups * 2);
+    TileTask work(a, row, end - row, panel, last - panel);
+    is_direct ? work.run() : work.run_packed(call);
   };
   if (threads == 1) {
-    for (int64_t i = 0; i < row_tasks * groups; ++i) task(i);
+    for (int64_t i = 0; i < row_tasks * groups; ++i) task(i, 0);
   } else {
-    run_parts(row_tasks * groups, threads, [&](int64_t index, int64_t) { task(index); });
+    run_parts(row_tasks * groups, threads, task);
   }
 }
 

@@ -1,0 +1,227 @@
+// What gemm_tiles.h multiplies, and where the results go: blocks of 32 rows, pairs of panels, sums of a block.
+#pragma once
+
+#ifdef __AMX_BF16__
+
+#include "cpu/isa/tiles.h"
+
+namespace ascend_vllm {
+namespace {
+
+constexpr int64_t kTileInputs = 32;  // inputs of a tile
+constexpr int64_t kTileElements = kTileInputs * kPanel;
+constexpr int64_t kTileBytes = kTileHeight * kTileRowBytes;
+constexpr int64_t kTileBlock = 2 * kTileHeight;  // rows of a block
+constexpr int64_t kBlockBytes = 2 * kTileBytes;  // of a block's inputs in tiles
+// Sums of a block are float32 [32, 32].
+constexpr int64_t kSumsRow = 2 * kPanel, kSumsRowBytes = kSumsRow * sizeof(float);
+constexpr int64_t kBlockSums = kTileBlock * kSumsRow;
+// Results of at least so many bytes are written past the caches, which they would leave before they are read.
+constexpr int64_t kStreamedBytes = 1 << 20;
+
+// Inputs of up to 32 rows in two tiles, or of up to 16 in one.
+struct TileRows {
+  const char* first;
+  const char* second;
+  int64_t row_bytes;   // from row to row
+  int64_t step_bytes;  // from tile to tile
+
+  TileRows from(int64_t step) const {
+    return {first + step * step_bytes, second + step * step_bytes, row_bytes, step_bytes};
+  }
+};
+
+// Two panels, or one twice.
+struct PanelPair {
+  const bfloat16* first;
+  const bfloat16* second;
+
+  PanelPair from(int64_t step) const { return {first + step * kTileElements, second + step * kTileElements}; }
+};
+
+// Rows [row, row + count) of x in blocks. All tiles are full if there are 16 rows: the last block overlaps with
+// the one before, and if it is the only one, its second tile with the first.
+class TaskRows {
+ public:
+  TaskRows(const LinearArgs& args, int64_t row, int64_t count)
+      : row_(row),
+        count_(count),
+        blocks_((count + kTileBlock - 1) / kTileBlock),
+        row_bytes_(args.x_stride * static_cast<int64_t>(sizeof(bfloat16))),
+        x_(static_cast<const char*>(args.x)) {}
+
+  int64_t row() const { return row_; }
+  int64_t count() const { return count_; }
+  int64_t blocks() const { return blocks_; }
+
+  // The rows of x at which the tiles of a block begin.
+  int64_t first_row(int64_t block) const {
+    return row_ + std::max<int64_t>(0, std::min(block * kTileBlock, count_ - kTileBlock));
+  }
+  int64_t second_row(int64_t block) const {
+    return std::min(first_row(block) + kTileHeight, row_ + std::max<int64_t>(0, count_ - kTileHeight));
+  }
+
+  // A block where x has it.
+  TileRows direct(int64_t block) const {
+    return {x_ + first_row(block) * row_bytes_, x_ + second_row(block) * row_bytes_, row_bytes_, kTileRowBytes};
+  }
+
+  // The same where pack() has written `steps` tiles of inputs of each block.
+  TileRows packed(const char* packed, int64_t block, int64_t steps) const {
+    const char* first = packed + block * steps * kBlockBytes;
+    return {first, first + kTileBytes, kTileRowBytes, kBlockBytes};
+  }
+
+  int64_t packed_bytes(int64_t steps) const { return blocks_ * steps * kBlockBytes; }
+
+  // Copies the tiles [begin, end) of each block's inputs; there are at least 32 rows.
+  void pack(int64_t begin, int64_t end, char* to) const {
+    constexpr int64_t kTogether = 4;
+    for (int64_t block = 0; block < blocks_; ++block, to += (end - begin) * kBlockBytes) {
+      const char* from = direct(block).first;
+      for (int64_t step = begin; step < end; step += kTogether) {
+        const int64_t count = std::min(kTogether, end - step);
+        for (int64_t r = 0; r < kTileBlock; ++r) {
+          const char* row = from + r * row_bytes_ + step * kTileRowBytes;
+          char* tile_row = to + (step - begin) * kBlockBytes + r * kTileRowBytes;
+          for (int64_t i = 0; i < count; ++i) {
+            _mm512_store_si512(tile_row + i * kBlockBytes, _mm512_loadu_si512(row + i * kTileRowBytes));
+          }
+        }
+      }
+    }
+    finish_writes();
+  }
+
+ private:
+  const int64_t row_, count_, blocks_, row_bytes_;
+  const char* const x_;
+};
+
+// The last inputs, fewer than 32, of a block and a pair of panels, padded with zeros.
+class TileRest {
+ public:
+  TileRest(const TileRows& x, int64_t tile_rows, const PanelPair& w, int64_t inputs) {
+    const int64_t panel_bytes =
+        (inputs + 1) / 2 * 2 * kPanel * sizeof(bfloat16);  // of complete pairs of inputs
+    __builtin_memset(this, 0, sizeof *this);
+    for (int64_t r = 0; r < tile_rows; ++r) {
+      __builtin_memcpy(x_[0] + r * kTileInputs, x.first + r * x.row_bytes, inputs * sizeof(bfloat16));
+      __builtin_memcpy(x_[1] + r * kTileInputs, x.second + r * x.row_bytes, inputs * sizeof(bfloat16));
+    }
+    __builtin_memcpy(w_[0], w.first, panel_bytes);
+    __builtin_memcpy(w_[1], w.second, panel_bytes);
+    finish_writes(this);
+  }
+
+  TileRows rows() const {
+    return {reinterpret_cast<const char*>(x_[0]), reinterpret_cast<const char*>(x_[1]), kTileRowBytes, 0};
+  }
+  PanelPair panels() const { return {w_[0], w_[1]}; }
+
+ private:
+  alignas(64) bfloat16 x_[2][kTileElements];
+  alignas(64) bfloat16 w_[2][kTileElements];
+};
+
+// Writes results of a block's sums, some rows at a time, while the next block is multiplied.
+class BlockWriter {
+ public:
+  BlockWriter(const LinearArgs& args, const TaskRows& rows)
+      : a_(args),
+        rows_(rows),
+        all_columns_(args.is_gated ? args.out_features / 2 : args.out_features),
+        streams_(args.rows * args.out_stride * static_cast<int64_t>(sizeof(bfloat16)) >= kStreamedBytes &&
+                 (reinterpret_cast<uintptr_t>(args.out) | args.out_stride * sizeof(bfloat16)) % 64 == 0) {}
+
+  // Memory for the sums of a block, whose results are the columns from `column` on, at most of `panels` panels;
+  // `gates`: the sums of their gates.
+  float* next(int64_t block, int64_t column, int64_t panels, const float* gates) {
+    finish_block();
+    sums_ = sums_ == buffer_[0] ? buffer_[1] : buffer_[0];
+    gates_ = gates;
+    block_ = block;
+    column_ = column;
+    columns_ = std::min(std::min<int64_t>(panels, 2) * kPanel, all_columns_ - column);
+    is_streamed_ = streams_ && column % kSumsRow == 0;
+    left_ = rows_.count() > kTileHeight ? kTileBlock : rows_.count();
+    pause_ = kPause;
+    return sums_;
+  }
+
+  // Writes some rows, but not at once after their sums were stored, which would wait for their products.
+  [[gnu::always_inline]] void step() {
+    if (pause_ > 0) {
+      --pause_;
+    } else {
+      write(std::min(left_, kRowsOfStep));
+    }
+  }
+
+  void finish_block() { write(left_); }
+
+  void finish() {
+    finish_block();
+    if (streams_) _mm_sfence();
+  }
+
+ private:
+  static constexpr int64_t kPause = 6, kRowsOfStep = 3;
+
+  [[gnu::always_inline]] void write(int64_t rows) {
+    for (; rows > 0; --rows) write_next();
+  }
+
+  void write_next() {
+    const int64_t r = --left_, at = r * kSumsRow;
+    const int64_t row =
+        r < kTileHeight ? rows_.first_row(block_) + r : rows_.second_row(block_) + r - kTileHeight;
+    if (a_.is_gated) {
+      with_gate(a_.gate, [&](auto activation) {
+        if (columns_ < 2 * kPanel) {
+          return write_gated_row<bfloat16>(a_, activation, gates_ + at, sums_ + at, row, column_, columns_);
+        }
+        const auto lanes = [&](int64_t i) {
+          return gated_lanes<bfloat16>(a_, activation, load(gates_ + at + i), load(sums_ + at + i),
+                                       column_ + i);
+        };
+        write_both(row, lanes(0), lanes(kPanel));
+      });
+    } else if (columns_ < 2 * kPanel) {
+      write_row<bfloat16>(a_, sums_ + at, row, column_, columns_);
+    } else {
+      const auto lanes = [&](int64_t i) {
+        const VecF sum = load(sums_ + at + i);
+        return a_.bias == nullptr ? sum : sum + load(static_cast<const bfloat16*>(a_.bias) + column_ + i);
+      };
+      write_both(row, lanes(0), lanes(kPanel));
+    }
+  }
+
+  // Rounds and writes the columns of two panels by one store.
+  void write_both(int64_t row, VecF low, VecF high) const {
+    void* out = static_cast<bfloat16*>(a_.out) + row * a_.out_stride + column_;
+    const __m512i line = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+    if (is_streamed_) {
+      _mm512_stream_si512(static_cast<__m512i*>(out), line);
+    } else {
+      _mm512_storeu_si512(out, line);
+    }
+  }
+
+  const LinearArgs& a_;
+  const TaskRows& rows_;
+  const int64_t all_columns_;
+  const bool streams_;
+  bool is_streamed_ = false;
+  float* sums_ = nullptr;
+  const float* gates_ = nullptr;
+  int64_t block_ = 0, column_ = 0, columns_ = 0, left_ = 0, pause_ = 0;
+  alignas(64) float buffer_[2][kBlockSums];
+};
+
+}  // namespace
+}  // namespace ascend_vllm
+
+#endif
