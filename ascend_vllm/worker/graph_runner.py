@@ -18,6 +18,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,7 +102,7 @@ class StaticInputs:
         # numpy's copies of so little keep the GIL. Torch's release it, and then wait until another thread, which
         # handles the last step's outputs, has finished.
         self._is_on_host = device.type == "cpu"
-        self._filled = [buffer.numpy() for buffer in filled] if self._is_on_host else filled
+        self._filled: list[Any] = [buffer.numpy() if self._is_on_host else buffer for buffer in filled]
 
     def batch(self, size: int, query_len: int = 1) -> ForwardBatch:
         """The batch of a shape: views of the buffers, with rows of the minimum length."""

@@ -218,11 +218,6 @@ def test_llama_by_other_names(architecture: str) -> None:
         ("deepseek-v3", {"n_group": 5}, r"cannot use 2 \(topk_group\) of 5 \(n_group\) equal groups of 16 experts"),
         ("deepseek-v3", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
         ("deepseek-v3", {"attention_bias": True}, "attention_bias True is not supported"),
-        (
-            "deepseek-v3",
-            {"quantization_config": {"quant_method": "fp8"}},
-            "quantized latent attention is not supported",
-        ),
         ("qwen2-moe", {"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu'"),
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' needs factor"),
         ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' needs factor"),

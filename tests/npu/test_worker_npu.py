@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -252,6 +253,9 @@ def test_weights_and_cache_are_on_the_device(npu: Worker) -> None:
 
 def test_the_profiled_cache_leaves_room_for_the_largest_step() -> None:
     """The whole share is given out, and a step that uses all of its budget finds memory beside it."""
+    # a worker's process starts with nothing allocated; here other tests' tensors would lie between this one's
+    gc.collect()
+    torch_npu.npu.empty_cache()
     options = {"num_gpu_blocks_override": None, "enable_prefix_caching": True, "gpu_memory_utilization": 0.5}
     worker = Worker(make_config(tiny_model("qwen2"), device="npu", **(OPTIONS | options)))
     worker.load_model()

@@ -26,6 +26,7 @@ from ascend_vllm.ops.paged import (
 from ascend_vllm.ops.registry import FLOAT_DTYPES, OPS
 from ascend_vllm.types.kv_cache import KEYS_AND_VALUES
 from tests.combinations import combinations
+from tests.op_checks import copies, is_unchanged
 
 needs_kernels = pytest.mark.skipif(not available_cpu_isas(), reason="the CPU kernels are not built")
 
@@ -348,7 +349,7 @@ def test_store_kv_leaves_other_slots_alone(isa: str) -> None:
         ({"query_start": lambda x: x.flip(0)}, "query_start runs from 21 to 0|query_start descends"),
         ({"seq_lens": lambda x: x.long()}, "seq_lens must be a contiguous Int"),
         ({"key_cache": lambda x: x.bfloat16()}, "key_cache must be Float"),
-        ({"value_cache": lambda x: x[:, :, :8]}, "value_cache must be"),
+        ({"value_cache": lambda x: x[:, :, :8]}, "key_cache and value_cache must have one shape"),
         ({"query": lambda x: x[:, :3]}, "3 query heads cannot share 2 KV heads"),
         ({"query": lambda x: x[:, :, :8]}, "head size must be a multiple of 8 from 16 to 256, got 8"),
         ({"sliding_window": lambda _: -1}, "sliding_window must be 0"),
@@ -384,11 +385,17 @@ _STORE_NAMES = (
     "key_cache",
     "value_cache",
     "slot_mapping",
+    "key_scales",
+    "value_scales",
+    "k_scale",
+    "v_scale",
 )
 
 
 def _store_problems(dtype: torch.dtype) -> list[dict[str, Any]]:
-    return [dict(zip(_STORE_NAMES, arguments, strict=True)) for arguments in OPS["rotary_store_kv"].inputs(dtype)]
+    # problems share tensors; without the last four arguments, the caches are of the keys' dtype
+    inputs = OPS["rotary_store_kv"].inputs(dtype)
+    return [dict(zip(_STORE_NAMES, copies(arguments), strict=False)) for arguments in inputs]
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
@@ -401,9 +408,10 @@ def test_rotary_store_kv_is_both_ops_one_after_the_other(isa: str, dtype: torch.
         kv_heads, size = two["key_cache"].shape[1], two["key_cache"].shape[3]
         rotary_embedding(two["positions"], two["query"], two["key"], size, two["cos_sin_cache"], two["is_neox"])
         key, value = (two[name].view(-1, kv_heads, size) for name in ("key", "value"))
-        store_kv(key, value, two["key_cache"], two["value_cache"], two["slot_mapping"])
-        for name in ("query", "key_cache", "value_cache"):
-            assert torch.equal(one[name], two[name]), name
+        store_kv(key, value, *(two[name] for name in _STORE_NAMES[6:] if name in two))
+        for name in ("query", "key_cache", "value_cache", "key_scales", "value_scales"):
+            if one.get(name) is not None:
+                assert is_unchanged(one[name], two[name]), name
 
 
 @needs_kernels
@@ -415,8 +423,8 @@ def test_rotary_store_kv_is_both_ops_one_after_the_other(isa: str, dtype: torch.
         ({"slot_mapping": lambda x: x[1:]}, "slot_mapping must be a contiguous Long tensor of 33"),
         ({"value": lambda x: x[:, :-1]}, "value must be of key's shape"),
         ({"value": lambda x: x.bfloat16()}, "value must be Float"),
-        ({"key": lambda x: x[:, :72], "value": lambda x: x[:, :72]}, "one shape with 1 KV heads"),
-        ({"value_cache": lambda x: x[:, :, :8]}, "value_cache must be"),
+        ({"key": lambda x: x[:, :72], "value": lambda x: x[:, :72]}, "key_cache must have 1 KV heads, got 3"),
+        ({"value_cache": lambda x: x[:, :, :8]}, "key_cache and value_cache must have one shape"),
         ({"key_cache": lambda x: x[0]}, "key_cache must have four dimensions"),
         ({"cos_sin_cache": lambda x: x[:, :17]}, "cos_sin_cache must be"),
         ({"query": lambda x: x[:, :-1]}, "query must be"),
