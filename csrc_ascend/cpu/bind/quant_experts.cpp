@@ -1,5 +1,6 @@
 #include "cpu/kernels/quant_experts.h"
 
+#include "cpu/bind/code.h"
 #include "cpu/bind/expert_choices.h"
 #include "cpu/bind/tape.h"
 #include "cpu/bind/tensor.h"
@@ -8,12 +9,6 @@ namespace ascend_vllm {
 namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
-
-Code code_of(c10::string_view name) {
-  TORCH_CHECK_VALUE(name == "uint4" || name == "uint8" || name == "float8_e4m3",
-                    "code must be 'uint4', 'uint8' or 'float8_e4m3', got '", name, "'");
-  return name == "uint4" ? Code::kUint4 : name == "uint8" ? Code::kUint8 : Code::kFloat8E4m3;
-}
 
 // [experts, panels, units, 16], contiguous.
 void check_stack(const at::Tensor& tensor, const char* name, at::ScalarType type, int64_t experts,

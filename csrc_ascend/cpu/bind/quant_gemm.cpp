@@ -2,6 +2,7 @@
 
 #include <tuple>
 
+#include "cpu/bind/code.h"
 #include "cpu/bind/kept_memory.h"
 #include "cpu/bind/tape.h"
 #include "cpu/bind/tensor.h"
@@ -12,12 +13,6 @@ namespace ascend_vllm {
 namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
-
-Code code_of(c10::string_view name) {
-  TORCH_CHECK_VALUE(name == "uint4" || name == "uint8" || name == "float8_e4m3",
-                    "code must be 'uint4', 'uint8' or 'float8_e4m3', got '", name, "'");
-  return name == "uint4" ? Code::kUint4 : name == "uint8" ? Code::kUint8 : Code::kFloat8E4m3;
-}
 
 Gate gate_of(c10::string_view activation, int64_t out_features) {
   TORCH_CHECK_VALUE(activation == "silu" || activation == "gelu" || activation == "gelu_tanh",
