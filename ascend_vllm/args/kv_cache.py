@@ -20,7 +20,8 @@ def check_kv_cache(args: EngineFlags, device: str, arch: ArchConfig) -> None:
     """Checks --kv-cache-dtype against the device and the model.
 
     Raises:
-        ConfigError: it is not available there, or --quantization-param-path has scales that are not used.
+        ConfigError: it is not available there, the checkpoint's scales are of another format, or
+            --quantization-param-path has scales that are not used.
     """
     name = args.kv_cache_dtype
     cache_format = KV_CACHE_FORMATS.get(name)
@@ -34,6 +35,12 @@ def check_kv_cache(args: EngineFlags, device: str, arch: ArchConfig) -> None:
             "already and stays in the model's dtype; leave it at auto."
         )
     if args.quantization_param_path is None:
+        scheme = arch.quantization.parameters.get("kv_cache_scheme") if arch.quantization is not None else None
+        if name in ("fp8", "fp8_e4m3") and isinstance(scheme, Mapping) and scheme.get("type") == "int":
+            raise ConfigError(
+                f"--kv-cache-dtype {name}: the checkpoint's scales of keys and values are those of integers "
+                "(kv_cache_scheme); use int8, which computes its own."
+            )
         return
     is_dynamic = cache_format is not None and cache_format.has_scales and name != "int8"
     if cache_format is None or is_dynamic:

@@ -7,12 +7,14 @@ import pathlib
 import shutil
 from typing import Any
 
+import msgspec
 import pytest
 import safetensors.torch
 import torch
 
 from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.args.kv_cache import check_kv_cache, read_layer_scales
+from ascend_vllm.config.quantization import QuantizationConfig
 from ascend_vllm.entrypoints.lmdeploy.config import PytorchEngineConfig, TurbomindEngineConfig
 from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.types.kv_cache import KEYS_AND_VALUES, KV_CACHE_FORMATS
@@ -186,6 +188,21 @@ def test_where_it_is_refused() -> None:
         check_kv_cache(args, "npu", arch)
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8 is not available for models with latent attention"):
         EngineArgs(model=tiny_model("deepseek-v3"), device="cpu", kv_cache_dtype="fp8").create_engine_config()
+
+
+def test_scales_of_integers_are_not_those_of_floats() -> None:
+    args = EngineArgs(model=tiny_model("qwen2"), device="cpu", kv_cache_dtype="fp8")
+    arch = args.create_engine_config().model.arch
+    for kind in ("float", "int"):
+        scheme = {"kv_cache_scheme": {"type": kind, "num_bits": 8, "strategy": "tensor"}}
+        arch = msgspec.structs.replace(arch, quantization=QuantizationConfig("compressed-tensors", scheme))
+        if kind == "float":
+            check_kv_cache(args, "cpu", arch)
+            continue
+        with pytest.raises(
+            ConfigError, match=r"--kv-cache-dtype fp8: the checkpoint's scales .* are those of integers"
+        ):
+            check_kv_cache(args, "cpu", arch)
 
 
 @pytest.mark.parametrize("kind", [TurbomindEngineConfig, PytorchEngineConfig])
