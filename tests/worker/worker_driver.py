@@ -29,6 +29,9 @@ NUM_BLOCKS = 256
 MAX_MODEL_LEN = 400
 
 GREEDY = SamplingParams(temperature=0.0)
+BUSY = SamplingParams(
+    temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.2, logit_bias={7: 1.0}, min_tokens=5
+)
 
 
 def make_config(directory: str, **options: Any) -> EngineConfig:
