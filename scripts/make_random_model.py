@@ -5,6 +5,9 @@ byte-level BPE tokenizer with as many entries as the model has, so that any serv
 
     python scripts/make_random_model.py /tmp/qwen2-0.5b-random
     python scripts/make_random_model.py /tmp/tiny --preset tiny-5m --seed 7
+    python scripts/make_random_model.py /tmp/qwen2-1.5b-w4 --preset qwen2-1.5b --weights w4a16
+
+With --weights the same weights are rounded, and the checkpoint is one of compressed-tensors.
 """
 
 from __future__ import annotations
@@ -13,11 +16,11 @@ import argparse
 import dataclasses
 import itertools
 import json
-import math
 import pathlib
 import string
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -146,7 +149,94 @@ def _latent_attention(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "o_proj.weight", (hidden, heads * shape.v_head_dim)
 
 
-def write_weights(directory: pathlib.Path, shape: Shape, seed: int) -> None:
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A format of quantized matrices, one of compressed-tensors.
+
+    Attributes:
+        stored: compressed-tensors' name of the layout.
+        weights: how weights are rounded, as config.json says it.
+        inputs: how their inputs are; None: they are not.
+        split: the tensors that a matrix [N, K] becomes, by the ends of their names.
+    """
+
+    stored: str
+    weights: dict[str, Any]
+    inputs: dict[str, Any] | None
+    split: Callable[[torch.Tensor], dict[str, torch.Tensor]]
+
+    def config(self) -> dict[str, Any]:
+        """config.json's `quantization_config`."""
+        return {
+            "quant_method": "compressed-tensors",
+            "format": self.stored,
+            "quantization_status": "compressed",
+            "ignore": ["lm_head", r"re:.*mlp\.gate$", r"re:.*shared_expert_gate$"],
+            "config_groups": {
+                "group_0": {"targets": ["Linear"], "weights": self.weights, "input_activations": self.inputs}
+            },
+        }
+
+
+_GROUP = 128
+
+
+def _w8a8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """8 bits with a float32 scale per output [N, 1]."""
+    scales = weight.float().abs().amax(1, keepdim=True) / 127
+    return {"weight": (weight / scales).round().clamp(-128, 127).to(torch.int8), "weight_scale": scales}
+
+
+def _w4a16(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """4 bits, eight values in an int32 from the lowest bits on, with a bfloat16 scale per output and 128 inputs."""
+    if weight.shape[1] % _GROUP:
+        raise SystemExit(f"w4a16: matrices must have a multiple of {_GROUP} inputs, and one has {weight.shape[1]}")
+    groups = weight.float().unflatten(1, (-1, _GROUP))
+    scales = (groups.abs().amax(2, keepdim=True) / 7.5).bfloat16()
+    codes = (groups / scales).round().clamp(-8, 7).add(8).to(torch.int32)
+    words = torch.zeros_like(codes.view(len(weight), -1, 8)[:, :, 0])
+    for place, values in enumerate(codes.view(len(weight), -1, 8).unbind(2)):
+        words |= values << 4 * place
+    return {
+        "weight_packed": words,
+        "weight_scale": scales[:, :, 0].contiguous(),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+
+
+FORMATS = {
+    "w8a8": Format(
+        "int-quantized",
+        {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
+        {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+        _w8a8,
+    ),
+    "w4a16": Format(
+        "pack-quantized",
+        {
+            "num_bits": 4,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "group",
+            "group_size": _GROUP,
+            "dynamic": False,
+        },
+        None,
+        _w4a16,
+    ),
+}
+_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64"}
+
+
+def _tensors(name: str, weight: torch.Tensor, weights: Format | None) -> dict[str, torch.Tensor]:
+    """What is stored of a parameter: projections are quantized."""
+    if weights is None or weight.dim() < 2 or "_proj" not in name:
+        return {name: weight}
+    stem = name.removesuffix("weight")
+    return {stem + end: part for end, part in weights.split(weight).items()}
+
+
+def write_weights(directory: pathlib.Path, shape: Shape, seed: int, weights: Format | None = None) -> None:
     """Draws all weights, each from its own random stream, and writes them to one file.
 
     A tensor is written as soon as it is drawn: all of them need not fit into memory.
@@ -155,8 +245,12 @@ def write_weights(directory: pathlib.Path, shape: Shape, seed: int) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, size in parameters:
-        start, end = end, end + math.prod(size) * torch.bfloat16.itemsize
-        header[name] = {"dtype": "BF16", "shape": list(size), "data_offsets": [start, end]}
+        # without memory: only shapes and dtypes are known
+        for stored, part in _tensors(name, torch.empty(size, dtype=torch.bfloat16, device="meta"), weights).items():
+            start, end = end, end + part.nbytes
+            if start % part.itemsize:
+                raise SystemExit(f"{stored} would not be aligned: sizes must be multiples of 8")
+            header[stored] = {"dtype": _DTYPES[part.dtype], "shape": list(part.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     # spaces, so that the data begin at a multiple of eight bytes
     text += b" " * (-len(text) % 8)
@@ -164,7 +258,8 @@ def write_weights(directory: pathlib.Path, shape: Shape, seed: int) -> None:
     with (directory / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, size in tqdm(parameters, desc="Drawing weights", unit="tensor"):
-            file.write(_draw(name, size, seed).view(torch.uint8).numpy())
+            for part in _tensors(name, _draw(name, size, seed), weights).values():
+                file.write(part.view(torch.uint8).numpy())
 
 
 def _draw(name: str, size: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -215,7 +310,7 @@ def write_tokenizer(directory: pathlib.Path, vocab_size: int, model_max_length: 
     _write_json(directory / "tokenizer_config.json", tokenizer_config)
 
 
-def write_configs(directory: pathlib.Path, shape: Shape) -> None:
+def write_configs(directory: pathlib.Path, shape: Shape, weights: Format | None = None) -> None:
     """Writes config.json and generation_config.json."""
     special = {
         "bos_token_id": shape.vocab_size - len(_SPECIAL_TOKENS),
@@ -232,6 +327,8 @@ def write_configs(directory: pathlib.Path, shape: Shape) -> None:
         "rms_norm_eps": 1e-06,
         "use_cache": True,
     }
+    if weights is not None:
+        config["quantization_config"] = weights.config()
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", {"do_sample": False, **special})
 
@@ -279,6 +376,12 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("directory", type=pathlib.Path, help="where to write; made if absent")
     parser.add_argument("--preset", choices=PRESETS, default="qwen2-0.5b", help="shape to start from")
     parser.add_argument("--seed", type=int, default=0, help="of the weights")
+    parser.add_argument(
+        "--weights",
+        choices=FORMATS,
+        help="rounded: w8a8, to 8 bits with a scale per output, and inputs with one per token; w4a16, to 4 bits in "
+        "groups of 128 inputs; default: not rounded",
+    )
     for field in dataclasses.fields(Shape):
         flag = "--" + field.name.replace("_", "-")
         if field.type == "bool":
@@ -297,10 +400,11 @@ def main() -> None:
     )
     if shape.hidden_size % shape.num_attention_heads or shape.num_attention_heads % shape.num_key_value_heads:
         raise SystemExit("--hidden-size must be a multiple of the heads, and these of the KV heads")
+    weights = FORMATS[args.weights] if args.weights else None
     args.directory.mkdir(parents=True, exist_ok=True)
     write_tokenizer(args.directory, shape.vocab_size, shape.max_position_embeddings)
-    write_configs(args.directory, shape)
-    write_weights(args.directory, shape, args.seed)
+    write_configs(args.directory, shape, weights)
+    write_weights(args.directory, shape, args.seed, weights)
     print(f"Wrote {args.directory}")
 
 

@@ -7,7 +7,9 @@ import runpy
 import sys
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.models.paged_driver import PagedDriver, TransformersModel, make_model_config
 
@@ -43,6 +45,43 @@ def test_model_and_tokenizer_load(tmp_path: pathlib.Path, monkeypatch: pytest.Mo
     assert result.sub(TransformersModel(directory).log_probs(token_ids)).abs().max() < 1e-4
 
 
+def _widened(tensors: dict[str, torch.Tensor], stem: str) -> torch.Tensor:
+    """The weight [N, K] that the tensors of a quantized matrix mean."""
+    scales = tensors[f"{stem}.weight_scale"].float()
+    if f"{stem}.weight" in tensors:
+        return tensors[f"{stem}.weight"].float() * scales
+    words = tensors[f"{stem}.weight_packed"]
+    codes = (words[:, :, None] >> 4 * torch.arange(8) & 15).flatten(1) - 8
+    assert codes.shape == tuple(tensors[f"{stem}.weight_shape"])
+    return codes * scales.repeat_interleave(128, 1)
+
+
+@pytest.mark.parametrize(("weights", "accuracy"), [("w8a8", 0.03), ("w4a16", 1e-4)])
+@pytest.mark.parametrize("experts", [False, True])
+def test_quantized_weights(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, weights: str, accuracy: float, experts: bool
+) -> None:
+    """They are those of the unquantized model, rounded; inputs of W8A8 are rounded too."""
+    sizes = [*SIZES[:2], "--hidden-size", "128", "--intermediate-size", "256", "--num-hidden-layers", "1"]
+    sizes += [*EXPERTS[:-4], "--moe-intermediate-size", "128", *EXPERTS[-2:-1], "256"] if experts else []
+    plain, rounded = tmp_path / "plain", tmp_path / "rounded"
+    _run(monkeypatch, str(plain), "--preset", "tiny-5m", *sizes)
+    _run(monkeypatch, str(rounded), "--preset", "tiny-5m", *sizes, "--weights", weights)
+    meant, tensors = load_file(plain / "model.safetensors"), load_file(rounded / "model.safetensors")
+    # half a step as a share of the largest weight; scales in bfloat16 are off by some percent of it
+    half_step = {"w8a8": 1 / 254, "w4a16": 1.06 / 15}[weights]
+    stems = [name.removesuffix(".weight") for name in meant if "_proj.weight" in name]
+    assert len(stems) == 4 + 3 * (9 if experts else 1)
+    for stem in stems:
+        widened, weight = _widened(tensors, stem), meant[f"{stem}.weight"].float()
+        assert (widened - weight).abs().max() <= weight.abs().max() * half_step * 1.001
+        meant[f"{stem}.weight"] = widened
+    save_file({name: weight.float() for name, weight in meant.items()}, plain / "model.safetensors")
+    ids = [5, 17, 300, 1999, 42]
+    result = PagedDriver(make_model_config(str(rounded))).step({0: ids})[0]
+    assert result.sub(TransformersModel(str(plain)).log_probs(ids)).abs().max() < accuracy
+
+
 def test_weights_follow_the_seed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seed in (("first", "1"), ("again", "1"), ("other", "2")):
         _run(monkeypatch, str(tmp_path / name), "--preset", "tiny-5m", *SIZES, "--seed", seed)
@@ -58,3 +97,5 @@ def test_impossible_sizes_are_refused(tmp_path: pathlib.Path, monkeypatch: pytes
         _run(monkeypatch, str(tmp_path), "--vocab-size", "100")
     with pytest.raises(SystemExit, match="--hidden-size"):
         _run(monkeypatch, str(tmp_path), "--hidden-size", "100")
+    with pytest.raises(SystemExit, match="w4a16: matrices must have a multiple of 128 inputs, and one has 64"):
+        _run(monkeypatch, str(tmp_path), "--preset", "tiny-5m", *SIZES, "--weights", "w4a16")
