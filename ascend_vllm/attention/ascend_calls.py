@@ -20,17 +20,16 @@ import torch
 from ascend_vllm.attention.ascend_plan import Part, RowKind
 from ascend_vllm.attention.backend import AttentionSpec
 
-# values of sparse_mode: attention at and below the diagonal that ends in the lower right corner; the same, limited
-# to pre_tokens before it
+# values of sparse_mode: all keys of a row, without a mask; attention at and below the diagonal that ends in the lower
+# right corner; the same, limited to pre_tokens before it
+_ALL = 0
 _CAUSAL = 3
 _BAND = 4
 # added to sparse_mode for high precision in npu_prompt_flash_attention, which has no argument for it
 _PROMPT_HIGH_PRECISION = 10
-# values of inner_precise; bfloat16 has no high performance, and not every call accepts it
+# values of inner_precise
 _HIGH_PRECISION = 0
 _HIGH_PERFORMANCE = 1
-# head sizes of the fused operator's high-performance kernels
-_FAST_HEAD_SIZES = (64, 128)
 _UNLIMITED = 2147483647
 # side of the compressed mask, which the operators extend to any length
 _MASK_SIZE = 2048
@@ -174,7 +173,12 @@ def _sparse(window: int | None) -> tuple[int, int]:
 
 
 class FusedAttention(AttentionOps):
-    """npu_fused_infer_attention_score: one call for prompts, chunks and decoding rows alike."""
+    """npu_fused_infer_attention_score: one call for prompts, chunks and decoding rows alike.
+
+    CANN 9 has two kernels for the layout TND. The faster one, and its variants for decoding, take grouped heads in high
+    precision only, and bfloat16 in no other. Only float16 with a key head for each query head has a form in high
+    performance. The fastest variant decodes one token a row, without a mask (host tiling of CANN's ops-transformer).
+    """
 
     splits_kinds = False
 
@@ -186,8 +190,9 @@ class FusedAttention(AttentionOps):
     def attend(self, layer: LayerInput, prepared: DevicePart, mask: torch.Tensor) -> torch.Tensor:
         part, spec = prepared.part, layer.spec
         sparse_mode, pre_tokens = _sparse(spec.sliding_window)
-        has_fast = spec.head_size in _FAST_HEAD_SIZES and layer.query.dtype != torch.bfloat16
-        precise = part.high_precision or not has_fast
+        if part.kinds == {RowKind.DECODE} and spec.sliding_window is None:
+            sparse_mode = _ALL
+        has_performance = layer.query.dtype == torch.float16 and spec.num_heads == spec.num_kv_heads
         if part.kinds == {RowKind.PROMPT}:
             # all keys are computed in the step
             key, value, block_table = layer.key[part.tokens], layer.value[part.tokens], None
@@ -200,7 +205,7 @@ class FusedAttention(AttentionOps):
             layer.query[part.tokens],
             key,
             value,
-            atten_mask=mask,
+            atten_mask=None if sparse_mode == _ALL else mask,
             actual_seq_lengths=part.query_ends,
             actual_seq_lengths_kv=kv_lens,
             block_table=block_table,
@@ -211,7 +216,7 @@ class FusedAttention(AttentionOps):
             next_tokens=0,
             input_layout="TND",
             sparse_mode=sparse_mode,
-            inner_precise=_HIGH_PRECISION if precise else _HIGH_PERFORMANCE,
+            inner_precise=_HIGH_PERFORMANCE if has_performance and not part.high_precision else _HIGH_PRECISION,
             block_size=0 if block_table is None else self.block_size,
         )[0]
         return output

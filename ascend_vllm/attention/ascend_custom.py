@@ -35,10 +35,11 @@ class CustomAttention(AttentionOps):
 
     def __init__(self, family: AttentionOps, taken: Collection[str], precision: Precision) -> None:
         super().__init__(family.block_size)
-        self.splits_kinds = family.splits_kinds
         self.family = family
         self._prefix = precision.prefix and "prefix_attention" in taken
         self._decode = precision.decode and "decode_attention" in taken
+        # these compute rows of their kind only
+        self.splits_kinds = family.splits_kinds or self._prefix or self._decode
 
     def needs_window_mask(self, kind: RowKind) -> bool:
         return self.family.needs_window_mask(kind)
@@ -52,7 +53,7 @@ class CustomAttention(AttentionOps):
         # compiled graphs have no lengths on the device and do not support these operators
         if prepared.seq_lens is None or prepared.query_start is None or not part.high_precision:
             return self.family.attend(layer, prepared, mask)
-        if self._prefix and RowKind.PREFIX in part.kinds:
+        if self._prefix and part.kinds == {RowKind.PREFIX}:
             operator = torch.ops.ascend_vllm_npu.prefix_attention
             return _attention(operator, layer, prepared, prepared.query_start, prepared.seq_lens)
         if self._decode and part.kinds == {RowKind.DECODE}:

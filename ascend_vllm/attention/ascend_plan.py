@@ -14,10 +14,6 @@ import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
 
-# Each change of precision between neighbouring rows costs a call in every layer. With more calls than this, the
-# whole step is computed in one call in high precision.
-MAX_PARTS = 4
-
 
 class RowKind(enum.IntEnum):
     """What a row computes in a step."""
@@ -45,6 +41,7 @@ class Part:
 
     # of the first row
     kind: RowKind
+    # at least one row is to be computed in it
     high_precision: bool
     rows: slice
     tokens: slice
@@ -63,10 +60,10 @@ def split_rows(query_start: Int32Array, seq_lens: Int32Array, precision: Precisi
         query_start: [R+1].
         seq_lens: [R].
         precision: of each kind.
-        by_kind: rows of a part have the same kind; otherwise the same precision.
+        by_kind: rows of a part have the same kind; otherwise all rows are one part.
 
     Returns:
-        At least one part; without by_kind at most MAX_PARTS.
+        At least one part.
 
     Example::
 
@@ -76,21 +73,18 @@ def split_rows(query_start: Int32Array, seq_lens: Int32Array, precision: Precisi
     kinds = np.where(query_lens == 1, RowKind.DECODE, np.where(query_lens < seq_lens, RowKind.PREFIX, RowKind.PROMPT))
     # by `RowKind`
     precise = np.array([precision.decode, precision.prefix, precision.prompt])[kinds]
-    differs = np.diff(kinds) if by_kind else np.diff(precise)
-    edges = [0, *(np.flatnonzero(differs) + 1).tolist(), len(kinds)]
-    if not by_kind and len(edges) > MAX_PARTS + 1:
-        edges, precise = [0, len(kinds)], np.ones_like(precise)
+    edges = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist()] if by_kind else [0]
     return [
         Part(
             kind=RowKind(int(kinds[first])),
-            high_precision=bool(precise[first]),
+            high_precision=bool(precise[first:last].any()),
             rows=slice(first, last),
             tokens=slice(int(query_start[first]), int(query_start[last])),
             query_ends=(query_start[first + 1 : last + 1] - query_start[first]).tolist(),
             seq_lens=seq_lens[first:last].tolist(),
             kinds=frozenset(map(RowKind, set(kinds[first:last].tolist()))),
         )
-        for first, last in itertools.pairwise(edges)
+        for first, last in itertools.pairwise([*edges, len(kinds)])
     ]
 
 

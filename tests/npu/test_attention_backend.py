@@ -296,7 +296,8 @@ DEFAULTS = {
 def test_each_switch_changes_its_call(name: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for other in SWITCHES:
         monkeypatch.delenv(other, raising=False)
-    problem = make_problem(SWITCHES[name], spec_of(window=window))
+    # the fused operator has a form in high performance for as many heads of keys as of queries
+    problem = make_problem(SWITCHES[name], spec_of(kv_heads=4, window=window))
     for value, precise in ((None, DEFAULTS[name]), ("1", True), ("0", False)):
         if value is not None:
             monkeypatch.setenv(name, value)
@@ -307,33 +308,47 @@ def test_each_switch_changes_its_call(name: str, window: int | None, monkeypatch
     assert precision(problem) == [False]
 
 
-def test_rows_of_one_precision_share_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = make_problem(MIXED, spec_of())
-    assert precision(problem) == [False, True, False, True]
-    for name in SWITCHES:
-        monkeypatch.setenv(name, "1")
-    [arguments] = attention_calls(problem)
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_rows_of_all_kinds_share_a_call(kv_heads: int) -> None:
+    [arguments] = attention_calls(make_problem(MIXED, spec_of(kv_heads=kv_heads)))
+    # of prompts, which need it
+    assert arguments["inner_precise"] == 0
     # queries' lengths are summed up, those of keys are not where there is a block table
     assert arguments["actual_seq_lengths"] == [1, 2, 35, 36, 106, 108, 117]
     assert arguments["actual_seq_lengths_kv"] == [seq_len for _, seq_len in MIXED]
-    [arguments] = attention_calls(make_problem(PROMPTS, spec_of()))
+    [arguments] = attention_calls(make_problem(PROMPTS, spec_of(kv_heads=kv_heads)))
     assert arguments["block_table"] is None
     assert arguments["actual_seq_lengths"] == arguments["actual_seq_lengths_kv"] == [5, 69, 199, 201]
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "dtype", "inner_precise"),
+    [(2, torch.float16, 0), (2, torch.bfloat16, 0), (4, torch.bfloat16, 0), (4, torch.float16, 1)],
+)
+def test_decoding_is_called_as_its_fastest_kernel_takes_it(
+    kv_heads: int, dtype: torch.dtype, inner_precise: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a mask, and at inner_precise 0 whatever the switches say, unless float16 has a head of keys for each."""
+    for name in SWITCHES:
+        monkeypatch.setenv(name, "0")
+    [arguments] = attention_calls(make_problem(DECODE, spec_of(kv_heads=kv_heads), dtype))
+    chosen = [arguments[name] for name in ("inner_precise", "sparse_mode", "atten_mask")]
+    assert chosen == [inner_precise, 0, None]
+    [arguments] = attention_calls(make_problem(DECODE, spec_of(kv_heads=kv_heads, window=50), dtype))
+    assert (arguments["inner_precise"], arguments["sparse_mode"]) == (inner_precise, 4)
+    [arguments] = attention_calls(make_problem(CHUNKS, spec_of(kv_heads=kv_heads), dtype))
+    assert (arguments["inner_precise"], arguments["sparse_mode"]) == (inner_precise, 3)
 
 
 @pytest.mark.parametrize("name", SWITCHES)
 @pytest.mark.usefixtures("family")
 def test_high_precision_is_in_the_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it, products of queries and keys are kept in float16 and some of these are too large for that."""
-    problem = make_problem(SWITCHES[name], spec_of(), scale_of_queries=1e4)
+    problem = make_problem(SWITCHES[name], spec_of(kv_heads=4), scale_of_queries=1e4)
     monkeypatch.setenv(name, "1")
     assert run(problem)[0].isfinite().all()
     monkeypatch.setenv(name, "0")
     assert not run(problem)[0].isfinite().all()
-
-
-def test_head_sizes_without_a_fast_kernel_are_computed_precisely() -> None:
-    assert precision(make_problem(DECODE, spec_of(head_size=80))) == [True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

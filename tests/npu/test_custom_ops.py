@@ -189,8 +189,8 @@ def test_attention_in_high_precision(use: Use, family: str, window: int | None) 
     [
         ("all", PRECISE, DECODE, ["store_kv", "decode_attention"]),
         ("all", PRECISE, CHUNKS, ["store_kv", "prefix_attention"]),
-        # one call for rows of one precision: keys of prompts are in the cache, too
-        ("all", PRECISE, MIXED, ["store_kv", "prefix_attention"]),
+        # a call for each kind of rows
+        ("all", PRECISE, [(1, 9), (3, 70), (5, 5)], ["store_kv", "decode_attention", "prefix_attention", FUSED]),
         # a decoding row is another call's: the part begins behind it
         ("all", {"USE_PREFIX_HIGH_PRECISION_MODE": "1"}, [(1, 9), (3, 70)], ["store_kv", FUSED, "prefix_attention"]),
         ("all", PRECISE, [(5, 5), (64, 64)], ["store_kv", FUSED]),

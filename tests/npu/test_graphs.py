@@ -44,8 +44,8 @@ PROMPTS = [
 STORES = {"aclnnScatterPaKvCache", "aclnnKvRmsNormRopeCache"}
 ROTATES, ROTATES_OTHERS = "aclnnApplyRotaryPosEmbV2", "aclnnRotaryPositionEmbedding"
 ATTENDS = "aclnnFusedInferAttentionScoreV3"
-# what decodes heads of 64: query and key rotated by one call, attention at inner_precise 1
-FAST_KERNELS = {(ROTATES, None), (ATTENDS, 1)}
+# what decodes heads of 64: query and key rotated by one call, attention without a mask (its sparse_mode)
+FAST_KERNELS = {(ROTATES, None), (ATTENDS, 0)}
 
 
 @pytest.fixture(autouse=True)
@@ -94,9 +94,11 @@ def generate(engine: LLMEngine, prompts: Sequence[str] = PROMPTS, **params: Any)
 
 
 def layer_kernels(calls: Sequence[dict[str, Any]]) -> set[tuple[str, Any]]:
-    """Of a trace: the operators that heads of 64 have kernels of their own for, with the precision asked for."""
-    chosen = (call for call in calls if call["op"] in (ROTATES, ROTATES_OTHERS, ATTENDS))
-    return {(call["op"], call["args"].get("inner_precise")) for call in chosen}
+    """Of a trace: the operators that heads of 64 have kernels of their own for, with the mask that is asked for."""
+    chosen = [call for call in calls if call["op"] in (ROTATES, ROTATES_OTHERS, ATTENDS)]
+    # the faster kernels of grouped heads need it
+    assert {call["args"]["inner_precise"] for call in chosen if call["op"] == ATTENDS} <= {0}
+    return {(call["op"], call["args"].get("sparse_mode")) for call in chosen}
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +108,8 @@ def eager_answers() -> list[tuple[int, ...]]:
         engine = make_engine(enforce_eager=True)
         with traced() as calls:
             answers = generate(engine)
-        # prompts are computed in high precision
-        assert layer_kernels(calls) == FAST_KERNELS | {(ATTENDS, 0)}
+        # prompts have a mask
+        assert layer_kernels(calls) == FAST_KERNELS | {(ATTENDS, 3)}
         # the model does not say the same whatever it is asked
         assert len(set(answers)) == len(PROMPTS)
         return answers

@@ -12,7 +12,6 @@ import pytest
 from ascend_vllm.attention.ascend_plan import (
     MAX_ABSORBED_TOKENS,
     MAX_EXPANDED_TOKENS,
-    MAX_PARTS,
     LatentPart,
     Part,
     Precision,
@@ -54,12 +53,12 @@ def test_parts_are_the_rows_in_their_order(
         assert part.query_ends[-1] == part.tokens.stop - part.tokens.start
         assert part.seq_lens == [sum(row) for row in mine]
         assert part.kinds == kinds
-        # a row may be computed with more precision than requested, never with less
-        assert part.high_precision >= any(precise[kind] for kind in kinds)
+        # a row may be computed in high precision that it does not need, never without what it needs
+        assert part.high_precision == any(precise[kind] for kind in kinds)
         if by_kind:
             assert kinds == {part.kind}
             assert part.high_precision == precise[part.kind]
-    assert by_kind or len(parts) <= MAX_PARTS
+    assert by_kind or len(parts) == 1
 
 
 @pytest.mark.parametrize("by_kind", [True, False])
@@ -70,18 +69,10 @@ def test_decoding_rows_are_one_part(by_kind: bool) -> None:
     )
 
 
-def test_rows_of_one_precision_are_one_part() -> None:
+def test_rows_of_all_kinds_are_one_part() -> None:
     rows = [(1, 5), (3, 8), (4, 0), (2, 0)]
-    assert [part.rows for part in split(rows, Precision(), by_kind=False)] == [slice(0, 2), slice(2, 4)]
+    assert [part.rows for part in split(rows, Precision(), by_kind=False)] == [slice(0, 4)]
     assert [part.rows for part in split(rows, Precision(), by_kind=True)] == [slice(0, 1), slice(1, 2), slice(2, 4)]
-    assert [part.rows for part in split(rows, Precision(prompt=False), by_kind=False)] == [slice(0, 4)]
-
-
-def test_many_changes_of_precision_make_one_precise_call() -> None:
-    rows = [(1, 5), (4, 0)] * 2
-    assert [part.high_precision for part in split(rows, Precision(), by_kind=False)] == [False, True, False, True]
-    [part] = split([*rows, (1, 5)], Precision(), by_kind=False)
-    assert part.high_precision
 
 
 LATENT_ROWS = st.lists(
