@@ -175,8 +175,8 @@ def _sparse(window: int | None) -> tuple[int, int]:
 class FusedAttention(AttentionOps):
     """npu_fused_infer_attention_score: one call for prompts, chunks and decoding rows alike.
 
-    CANN 9 has two kernels for the layout TND. The faster one, and its variants for decoding, take grouped heads in high
-    precision only, and bfloat16 in no other. Only float16 with a key head for each query head has a form in high
+    CANN 9 has two kernels for the layout TND. The faster one, and its variants for decoding, take grouped heads in
+    high precision only, and bfloat16 in no other. Only float16 with a key head for each query head has a form in high
     performance. The fastest variant decodes one token a row, without a mask (host tiling of CANN's ops-transformer).
     """
 

@@ -328,7 +328,7 @@ def test_rows_of_all_kinds_share_a_call(kv_heads: int) -> None:
 def test_decoding_is_called_as_its_fastest_kernel_takes_it(
     kv_heads: int, dtype: torch.dtype, inner_precise: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a mask, and at inner_precise 0 whatever the switches say, unless float16 has a head of keys for each."""
+    """Without a mask, and at inner_precise 0 whatever the switches say, unless float16 has as many heads of keys."""
     for name in SWITCHES:
         monkeypatch.setenv(name, "0")
     [arguments] = attention_calls(make_problem(DECODE, spec_of(kv_heads=kv_heads), dtype))
