@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ascend_vllm import LLM, SamplingParams
+from ascend_vllm import LLM, BeamSearchParams, SamplingParams
 from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.tools.demo.corpus import build_conversations
 from tests.e2e.test_equivalence_matrix import (
+    MAX_MODEL_LEN,
     Cell,
     Conversation,
     assert_same,
@@ -22,6 +23,7 @@ from tests.e2e.test_equivalence_matrix import (
     serve,
     text_ids,
 )
+from tests.tiny_models import tiny_model
 
 # log-probabilities of products whose rows are computed together, which may be rounded otherwise
 ROUNDING = 1e-4
@@ -83,6 +85,36 @@ def test_no_feature_changes_an_answer(cell: Cell) -> None:
         for answer, expected in zip(served.answers[key], turns, strict=True):
             assert answer.prompt_token_ids == expected.prompt_token_ids
             assert_same(answer.outputs, expected.outputs, ROUNDING)
+
+
+@pytest.mark.parametrize(("kv_cache", "mode"), [("int8", "swap"), ("fp8", "recompute")])
+def test_beams_have_the_probabilities_of_their_texts(kv_cache: str, mode: str) -> None:
+    """Beams share blocks and copy them; the same tokens as a prompt share nothing."""
+    options = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "block_size": 16, "kv_cache_dtype": kv_cache}
+    prompts: list[dict[str, list[int]]] = [
+        {"prompt_token_ids": list(text_ids("llama", length, first))} for length, first in ((130, 3), (40, 9), (61, 2))
+    ]
+    tight = {"num_gpu_blocks_override": 24, "swap_space": 0.01, "preemption_mode": mode}
+    beams = LLM(tiny_model("llama"), enable_prefix_caching=True, **tight, **options)
+    plain = LLM(tiny_model("llama"), **options)
+    try:
+        found = beams.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=14))
+        assert beams.llm_engine.core.stats()["num_preemptions"] > 0
+        for prompt, output in zip(prompts, found, strict=True):
+            assert len({tuple(sequence.tokens) for sequence in output.sequences}) == 3
+            for sequence in output.sequences:
+                params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+                (scored,) = plain.generate({"prompt_token_ids": sequence.tokens}, params, use_tqdm=False)
+                of_tokens = [
+                    position[token].logprob
+                    for token, position in zip(sequence.tokens, scored.prompt_logprobs, strict=True)
+                    if position is not None
+                ]
+                own = of_tokens[len(prompt["prompt_token_ids"]) - 1 :]
+                assert sequence.cum_logprob == pytest.approx(sum(own), abs=ROUNDING * len(own))
+    finally:
+        beams.shutdown()
+        plain.shutdown()
 
 
 def held_out_loss(model: str, kv_cache: str) -> float:
