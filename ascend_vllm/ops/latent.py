@@ -304,7 +304,7 @@ def latent_attention(
         block_table: [R, B] int32, block of each S positions; entries that a row does not attend to are not read.
         query_start: [R+1] int32, ascending.
         seq_lens: [R] int32.
-        scale: factor on query·key.
+        scale: factor on query·key, greater than 0.
         value_width: L, a multiple of 8: the value of a position is the first L numbers of its row.
 
     Returns:
@@ -379,7 +379,7 @@ def expanded_attention(
         block_table: as in `latent_attention`.
         query_start: likewise.
         seq_lens: likewise.
-        scale: factor on query·key.
+        scale: factor on query·key, greater than 0.
         out: [T, N, V] in query's dtype, contiguous; V is a multiple of 8; written, but for tokens that belong to
             no row.
     """

@@ -198,6 +198,8 @@ def test_what_does_not_fit_is_refused() -> None:
     query = latent.heads_linear(layer.query, layer.absorb, NOPE, LATENT)
     with pytest.raises(RuntimeError, match="value_width must be a multiple of 8, got 12"):
         latent.latent_attention(query, layer.cache, *layer.step, SCALE, 12)
+    with pytest.raises(RuntimeError, match="scale must be greater than 0, got 0"):
+        latent.latent_attention(query, layer.cache, *layer.step, 0.0, LATENT)
     with pytest.raises(RuntimeError, match="query has a width of 40 and values of 48, the cache's rows have 64"):
         latent.latent_attention(layer.query, layer.cache, *layer.step, SCALE, LATENT)
     with pytest.raises(RuntimeError, match="out must be a contiguous tensor"):

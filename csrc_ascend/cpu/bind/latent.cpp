@@ -25,6 +25,8 @@ void check_latents(const at::Tensor& cache, const at::Tensor& like) {
               " and strides ", cache.strides());
 }
 
+void check_scale(double scale) { TORCH_CHECK(scale > 0.0, "scale must be greater than 0, got ", scale); }
+
 void check_heads(const at::Tensor& x, const char* name) {
   TORCH_CHECK(x.dim() == 3, name, " must be [tokens, heads, width], got ", x.sizes());
   check_rows(x, name);
@@ -159,6 +161,7 @@ at::Tensor latent_attention_with(const at::Tensor& query, const at::Tensor& cach
   const int64_t tokens = query.size(0), heads = query.size(1), width = query.size(2);
   check_width(width, "query's width");
   check_width(value_width, "value_width");
+  check_scale(scale);
   TORCH_CHECK(cache.size(2) == width && value_width <= width, "query has a width of ", width, " and values of ",
               value_width, ", the cache's rows have ", cache.size(2));
   TORCH_CHECK(heads > 0 && threads >= 0, "query has no heads");
@@ -218,6 +221,7 @@ void expanded_attention(const at::Tensor& query, const at::Tensor& cache, const 
   check_width(width, "query's width");
   check_width(latent, "the latents' width");
   check_width(value_width, "the values' width");
+  check_scale(scale);
   TORCH_CHECK(rotary >= 0 && nope >= 0 && keys.size(0) == heads && values.size(0) == heads &&
                   holds_stack(keys, latent, (nope + 15) / 16) &&
                   holds_stack(values, latent, (value_width + 15) / 16),

@@ -20,13 +20,13 @@ constexpr int64_t kBlockSums = kTileBlock * kSumsRow;
 constexpr int64_t kStreamedBytes = 1 << 20;
 
 // Inputs of up to 32 rows in two tiles, or of up to 16 in one.
-struct TileRows {
+struct InputTiles {
   const char* first;
   const char* second;
   int64_t row_bytes;   // from row to row
   int64_t step_bytes;  // from tile to tile
 
-  TileRows from(int64_t step) const {
+  InputTiles from(int64_t step) const {
     return {first + step * step_bytes, second + step * step_bytes, row_bytes, step_bytes};
   }
 };
@@ -63,12 +63,12 @@ class TaskRows {
   }
 
   // A block where x has it.
-  TileRows direct(int64_t block) const {
+  InputTiles direct(int64_t block) const {
     return {x_ + first_row(block) * row_bytes_, x_ + second_row(block) * row_bytes_, row_bytes_, kTileRowBytes};
   }
 
   // The same where pack() has written `steps` tiles of inputs of each block.
-  TileRows packed(const char* packed, int64_t block, int64_t steps) const {
+  InputTiles packed(const char* packed, int64_t block, int64_t steps) const {
     const char* first = packed + block * steps * kBlockBytes;
     return {first, first + kTileBytes, kTileRowBytes, kBlockBytes};
   }
@@ -102,7 +102,7 @@ class TaskRows {
 // The last inputs, fewer than 32, of a block and a pair of panels, padded with zeros.
 class TileRest {
  public:
-  TileRest(const TileRows& x, int64_t tile_rows, const PanelPair& w, int64_t inputs) {
+  TileRest(const InputTiles& x, int64_t tile_rows, const PanelPair& w, int64_t inputs) {
     const int64_t panel_bytes =
         (inputs + 1) / 2 * 2 * kPanel * sizeof(bfloat16);  // of complete pairs of inputs
     __builtin_memset(this, 0, sizeof *this);
@@ -115,7 +115,7 @@ class TileRest {
     finish_writes(this);
   }
 
-  TileRows rows() const {
+  InputTiles rows() const {
     return {reinterpret_cast<const char*>(x_[0]), reinterpret_cast<const char*>(x_[1]), kTileRowBytes, 0};
   }
   PanelPair panels() const { return {w_[0], w_[1]}; }

@@ -90,7 +90,7 @@ class PanelFetch {
 // inputs, 6 and 7 weights. Only the first panel is loaded through the L1 cache, from which the others would
 // remove it. `aside` is called in every step.
 template <int kRowTiles, class Aside>
-inline void add_products(TileRows x, PanelPair w, int64_t steps, const Aside& aside) {
+inline void add_products(InputTiles x, PanelPair w, int64_t steps, const Aside& aside) {
   for (; steps > 0; --steps) {
     _tile_stream_loadd(4, x.first, x.row_bytes);
     _tile_loadd(6, w.first, kTileRowBytes);
@@ -111,7 +111,7 @@ inline void add_products(TileRows x, PanelPair w, int64_t steps, const Aside& as
 // The same in parts: on Granite Rapids, storing a tile takes 900 cycles longer if none was stored for
 // 2,000 cycles.
 template <int kRowTiles, class Aside>
-inline void add_slice(const TileRows& x, const PanelPair& w, int64_t steps, const Aside& aside) {
+inline void add_slice(const InputTiles& x, const PanelPair& w, int64_t steps, const Aside& aside) {
   constexpr int64_t kMostSteps = 16;
   alignas(64) char unused[kTileBytes];
   int64_t step = 0;

@@ -57,7 +57,7 @@ constexpr int64_t kLatentSplitKeys = 512;
 // Floats of the sums of one split, and of the scratch of an item; enough for every instruction set, checked
 // where they are used.
 constexpr int64_t latent_part_floats(int64_t rows, int64_t value_width) {
-  return (rows + 15) / 16 * 16 * (value_width + 2);
+  return (rows + 15) / 16 * 16 * ((value_width + 31) / 32 * 32 + 2);
 }
 constexpr int64_t latent_scratch_floats(int64_t width, int64_t value_width) {
   return 224 * width + 16384 + 2 * latent_part_floats(kLatentItemRows, value_width);
@@ -74,6 +74,9 @@ ASCEND_VLLM_KERNEL(latent_attention, LatentAttentionArgs)
 #ifdef ASCEND_VLLM_ISA
 
 #include "cpu/kernels/latent_lanes.h"
+#ifdef __AMX_BF16__
+#include "cpu/kernels/latent_tiles.h"
+#endif
 #include "cpu/parallel.h"
 
 namespace ascend_vllm {
@@ -81,10 +84,13 @@ namespace {
 
 template <class T>
 constexpr bool fits_scratch(int64_t width) {
-  return LatentLanes<T>::scratch_floats(width) <= latent_scratch_floats(width, 0) - 2 * 2 * kLatentItemRows;
+  return LatentFormOf<T>::type::scratch_floats(width) <=
+         latent_scratch_floats(width, 0) - 2 * 2 * kLatentItemRows;
 }
 static_assert(fits_scratch<float>(8) && fits_scratch<float>(4096));
-static_assert(LatentLanes<float>::kMostRows == kLatentItemRows);
+static_assert(fits_scratch<bfloat16>(8) && fits_scratch<bfloat16>(4096));
+static_assert(LatentFormOf<float>::type::kMostRows == kLatentItemRows);
+static_assert(LatentFormOf<bfloat16>::type::kMostRows == kLatentItemRows);
 static_assert(LanesPart::floats(100, 24) == latent_part_floats(100, 24));
 
 template <class T>
@@ -100,7 +106,7 @@ void attend_item(const LatentAttentionArgs& a, const LatentItem& item, float* sc
                                  a.block_shift};
   const int64_t part_floats = latent_part_floats(rows.count(), a.value_width);
   // the softmax uses powers of two, so scores are scaled by log2 e
-  LatentLanes<T> form(attended, rows, a.scale * kLog2E, scratch + 2 * part_floats);
+  typename LatentFormOf<T>::type form(attended, rows, a.scale * kLog2E, scratch + 2 * part_floats);
   form.load_queries([&](int64_t row) {
     return static_cast<const T*>(a.query) + (first_token + row / a.heads) * a.query_token_stride +
            row % a.heads * a.query_head_stride;

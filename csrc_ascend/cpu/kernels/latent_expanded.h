@@ -33,7 +33,8 @@ struct ExpandedAttentionArgs {
 // Rows of memory for the keys of a head, and for the values: keys are read in groups.
 constexpr int64_t expanded_rows(int64_t keys) { return (keys + 15) / 16 * 16; }
 constexpr int64_t expanded_scratch_floats(int64_t latent, int64_t key_width, int64_t value_width) {
-  const int64_t attending = 224 * key_width + 16384 + 128 * (value_width + 2), expanding = 192 * latent;
+  const int64_t attending = 224 * key_width + 16384 + 128 * ((value_width + 31) / 32 * 32 + 2),
+                expanding = 192 * latent;
   return attending > expanding ? attending : expanding;
 }
 
@@ -48,20 +49,25 @@ ASCEND_VLLM_KERNEL(expanded_attention, ExpandedAttentionArgs)
 #ifdef ASCEND_VLLM_ISA
 
 #include "cpu/kernels/latent_lanes.h"
+#ifdef __AMX_BF16__
+#include "cpu/kernels/latent_tiles.h"
+#endif
 
 namespace ascend_vllm {
 namespace {
 
 template <class T>
 constexpr bool fits_scratch(int64_t width) {
-  return LatentLanes<T>::scratch_floats(width) <= 224 * width + 16384;
+  return LatentFormOf<T>::type::scratch_floats(width) <= 224 * width + 16384;
 }
 static_assert(fits_scratch<float>(8) && fits_scratch<float>(4096));
+static_assert(fits_scratch<bfloat16>(8) && fits_scratch<bfloat16>(4096));
 
 // One sequence.
 template <class T>
 class ExpandedAttention {
   using X = typename InputOf<T>::type;
+  using Form = typename LatentFormOf<T>::type;
 
  public:
   ExpandedAttention(const ExpandedAttentionArgs& args, int64_t sequence)
@@ -89,7 +95,7 @@ class ExpandedAttention {
  private:
   void run_heads(int64_t first, int64_t heads) {
     // smaller parts if there would be too few to balance the threads
-    int64_t block = kTaskRows, tile = LatentLanes<T>::kMostRows;
+    int64_t block = kTaskRows, tile = Form::kMostRows;
     const int64_t wanted = a_.threads == 1 ? 1 : 8 * a_.threads;
     while (block > 24 && heads * parts_of(length_, block) < wanted) block /= 2;
     while (tile > kPanelLanes && heads * parts_of(tokens_, tile) < wanted) tile /= 2;
@@ -144,6 +150,13 @@ class ExpandedAttention {
     linear.out_stride = stride;
     linear.in_features = a_.latent;
     linear.out_features = outputs;
+#ifdef __AMX_BF16__
+    if constexpr (is_same<T, bfloat16>) {
+      linear.x = x;
+      linear.x_stride = a_.latent;
+      return TileTask(linear, 0, rows, 0, panels).run();
+    }
+#endif
     for (int64_t panel = 0; panel < panels; panel += kGroup) {
       run_task<T>(linear, x, a_.latent, 0, rows, panel, min_of(kGroup, panels - panel));
     }
@@ -162,8 +175,8 @@ class ExpandedAttention {
                                    0};
     const LanesPart total = LanesPart::at(scratch, end - begin, a_.value_width);
     // the softmax uses powers of two, so scores are scaled by log2 e
-    LatentLanes<T> form(attended, queries, a_.scale * kLog2E,
-                        scratch + LanesPart::floats(LatentLanes<T>::kMostRows, a_.value_width));
+    Form form(attended, queries, a_.scale * kLog2E,
+              scratch + LanesPart::floats(Form::kMostRows, a_.value_width));
     const T* query = static_cast<const T*>(a_.query) + first_token_ * a_.query_token_stride +
                      (first + head) * a_.query_head_stride;
     form.load_queries([&](int64_t token) { return query + token * a_.query_token_stride; });

@@ -34,15 +34,21 @@ struct AttendedRows {
   int64_t run() const { return table == nullptr ? kTileKeys : min_of(int64_t{1} << block_shift, kTileKeys); }
 };
 
-// Sums over some of the keys: out [depth, lanes] of each panel, and [lanes].
+// Sums over some of the keys: out [depth, lanes] of each panel, and [lanes]. With tiles, `out` is
+// [depths / 16, 16 rows, 16 depths] of each 16 rows.
 struct LanesPart {
+  static constexpr int64_t kDepths = 32;  // a multiple of so many depths has memory
+
   float *out, *max, *sum;
 
   // A panel's width is that of one or two vectors, of at most 16 lanes.
-  static constexpr int64_t lanes(int64_t rows) { return (rows + 15) / 16 * 16; }
-  static constexpr int64_t floats(int64_t rows, int64_t width) { return lanes(rows) * (width + 2); }
+  static constexpr int64_t lanes(int64_t rows) { return round_up(rows, 16); }
+  static constexpr int64_t floats(int64_t rows, int64_t width) {
+    return lanes(rows) * (round_up(width, kDepths) + 2);
+  }
   static LanesPart at(float* memory, int64_t rows, int64_t width) {
-    return {memory, memory + lanes(rows) * width, memory + lanes(rows) * (width + 1)};
+    float* max = memory + lanes(rows) * round_up(width, kDepths);
+    return {memory, max, max + lanes(rows)};
   }
 };
 
@@ -408,6 +414,12 @@ class LatentLanes {
   Key* keys_;       // [kTileKeys, key_width]
   Query* queries_;  // panels of [key_width, lanes]
   float* rescale_;  // [kMaxLanes]
+};
+
+// What attends to rows of T.
+template <class T>
+struct LatentFormOf {
+  using type = LatentLanes<T>;
 };
 
 }  // namespace
