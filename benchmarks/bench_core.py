@@ -15,12 +15,10 @@ import json
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import msgspec
-import numpy as np
+from null_device.null_device import NullExecutor
 
 from ascend_vllm.config.arch import ArchConfig
 from ascend_vllm.config.cache import CacheConfig
@@ -28,50 +26,28 @@ from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityC
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.core.engine_core import EngineCore
-from ascend_vllm.executor.base import Executor
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import EngineCoreRequest
-from ascend_vllm.types.step import KVCacheSize, SchedulerOutput, StepOutput
+from ascend_vllm.types.step import SchedulerOutput, StepOutput
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 128
 
 
-class NullExecutor(Executor):
-    """Returns token 7 for every row without computing. Rows must not be chunks of prompts."""
+class TimedExecutor(NullExecutor):
+    """Adds up how long its own part of a step takes.
 
-    def __init__(self, config: EngineConfig, num_blocks: int) -> None:
-        super().__init__(config)
-        self._num_blocks = num_blocks
-        self.seconds = 0.0
+    Attributes:
+        seconds: the sum since it was last set to 0.
+    """
 
-    def initialize(self) -> KVCacheSize:
-        return KVCacheSize(self._num_blocks)
+    seconds = 0.0
 
     def execute_model(self, step: SchedulerOutput) -> Future[StepOutput]:
         start = time.perf_counter()
-        future: Future[StepOutput] = Future()
-        slots = np.array(step.slots, np.int32)
-        future.set_result(StepOutput(step.step_id, slots, np.full((len(slots), step.num_steps), 7, np.int64)))
+        future = super().execute_model(step)
         self.seconds += time.perf_counter() - start
         return future
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-    ) -> list[Any]:
-        """There are no workers."""
-        del method, args, kwargs, timeout
-        return []
-
-    def check_health(self) -> None:
-        pass
-
-    def shutdown(self) -> None:
-        pass
 
 
 def make_config(
@@ -104,7 +80,7 @@ def call_times_us(
     num_tokens = (num_calls + 4) * num_scheduler_steps
     max_model_len = PROMPT_LEN + num_tokens + 16
     config = make_config(num_rows, max_model_len, num_scheduler_steps, prefix_caching, overlap)
-    executor = NullExecutor(config, num_rows * (max_model_len // BLOCK_SIZE + 1) * 2)
+    executor = TimedExecutor(config, num_rows * (max_model_len // BLOCK_SIZE + 1) * 2)
     core = EngineCore(config, executor)
     params = SamplingParams(max_tokens=num_tokens + 8, ignore_eos=True, temperature=0.0)
     for index in range(num_rows):

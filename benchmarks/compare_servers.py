@@ -7,6 +7,15 @@
     python benchmarks/compare_servers.py --model /tmp/qwen2-0.5b --tiny-model /tmp/tiny-5m --moe-model /tmp/moe \\
         --mla-model /tmp/mla --peer-program /path/to/vllm/bin/vllm --json result.json
     python benchmarks/compare_servers.py --model /tmp/qwen2-0.5b --rows c1 c8 --rounds 1 --peer none
+    python benchmarks/compare_servers.py --tiny-model /tmp/tiny-5m --peer null
+
+    python scripts/make_random_model.py /tmp/qwen2-0.5b-w8a8 --weights w8a8
+    python scripts/make_random_model.py /tmp/qwen2-0.5b-w4 --weights w4a16
+    python benchmarks/compare_servers.py --w8a8-model /tmp/qwen2-0.5b-w8a8 --w4-model /tmp/qwen2-0.5b-w4 \\
+        --peer-program /path/to/vllm/bin/vllm --json quantized.json
+
+    python scripts/make_random_model.py /tmp/qwen2-7b --preset qwen2-7b
+    python benchmarks/compare_servers.py --model /tmp/qwen2-7b --rows load c1 --peer none --rounds 1
 
 Both servers get the same flags (bfloat16, KV cache of the same size), and only one computes at a time; in each round
 a row is measured on ours, then on the peer's, with the same prompts, new in each round. vLLM is bound to all cores,
@@ -15,7 +24,13 @@ the rows "prefix", "mixed", "long8k" and "long8k-mixed". In the rows "open-ttft"
 lengths arrive as a Poisson process for five minutes (--open-s), at the same rate for both: --open-rate, or 80% of
 what the peer answers in a closed loop. The rows "start" and "memory" start the servers each time, after a warm-up
 start, so that files and compiled graphs are cached (--warm-starts). The machine's limits are measured before and
-after each reading, when all servers are idle.
+after each reading, when all servers are idle. The row "load" starts them with weights that are not in the file cache,
+and its limit is the time to read them from the disk. It is measured only where it is named, like those of models that
+are not given.
+
+With AMX vLLM rounds the inputs of W4A16 to 8 bits in groups, in bfloat16: compare it with `--ours-args
+--cpu-int8-activations`, or keep it from that with `--peer-variables VLLM_CPU_INT4_W4A8=0`. With `--peer null` the
+peer is this server with a device that answers every step at once: what the engine and the front end can do at most.
 """
 
 from __future__ import annotations
@@ -30,7 +45,7 @@ from typing import Any
 
 from comparison import machine, report, servers
 from comparison.client import Client, LoadError
-from comparison.limits import ModelFacts, file_read_s
+from comparison.limits import ModelFacts, file_read_s, forget_files
 from comparison.peaks import Peaks, Reading, median_reading
 from comparison.rows import OTHER_MODELS, ROWS, SETUPS, Row, Sizes, Subject, saturation
 
@@ -39,10 +54,13 @@ from ascend_vllm.engine.tokenization import Tokenizer
 # difference between the seeds of rounds, above the number of seeds in a row
 _SEEDS_PER_ROUND = 1000
 _SATURATION_SEED = 800_000
+_SEEDS = {row.name: index for index, row in enumerate(ROWS)}
 # of the peer's saturation, at which requests of the open loop arrive
 _OPEN_SHARE = 0.8
 # vLLM's defaults, which are flags here
 _SHARED_FLAGS = ("--enable-prefix-caching", "--enable-chunked-prefill")
+# setups whose servers are started anew for each reading
+_FRESH = ("fresh", "cold")
 _SETUP_FLAGS = {"shared": _SHARED_FLAGS, "long8k": _SHARED_FLAGS}
 
 
@@ -79,11 +97,11 @@ class Comparison:
             if chosen := [row for row in rows if row.setup == setup]:
                 measured = [(row, report.RowResult(row)) for row in chosen]
                 self.results += [result for _, result in measured]
-                (self._run_fresh if setup == "fresh" else self._run_resident)(setup, measured)
+                (self._run_fresh if setup in _FRESH else self._run_resident)(setup, measured)
 
     def _flags(self, setup: str) -> list[str]:
         args = self._args
-        size = args.memory_kv_cache_bytes if setup == "fresh" else args.kv_cache_bytes
+        size = args.memory_kv_cache_bytes if setup in _FRESH else args.kv_cache_bytes
         # an answer to a long prompt has at most four tokens, in the warm-up
         longest = max(args.max_model_len, self._sizes.long8k_len + 4) if setup == "long8k" else args.max_model_len
         flags = ["--dtype", "bfloat16", "--max-model-len", str(longest)]
@@ -105,15 +123,18 @@ class Comparison:
     def _run_fresh(self, setup: str, measured: list[tuple[Row, report.RowResult]]) -> None:
         model = self._model(setup)
         facts, tokenizer = ModelFacts.of(model), Tokenizer.from_directory(model)
-        for side in list(self._programs) * self._args.warm_starts:
+        is_cold = setup == "cold"
+        for side in list(self._programs) * (0 if is_cold else self._args.warm_starts):
             with self._server(side, setup) as server:
                 self._print(f"{self._programs[side].name} was ready in {server.start_s:.1f} s (warm-up)")
         for number in range(self._args.rounds):
-            read_s = file_read_s(model)
+            read_s = file_read_s(model, is_cold)
             for row, result in measured:
-                if row.name == "start":
+                if row.limit_text:
                     result.allowed.append(read_s)
             for side in self._programs:
+                if is_cold:
+                    forget_files(model)
                 with self._server(side, setup) as server:
                     client = Client(server.url, tokenizer)
                     for row, result in measured:
@@ -152,7 +173,7 @@ class Comparison:
         return self._peaks.read()
 
     def _seed(self, number: int, row: Row) -> int:
-        return number * _SEEDS_PER_ROUND + ROWS.index(row)
+        return number * _SEEDS_PER_ROUND + _SEEDS[row.name]
 
     def _open_rate(self, running: dict[str, tuple[servers.Server, Client]], facts: ModelFacts) -> float:
         """Requests per second of the open loop."""
@@ -213,9 +234,10 @@ def _parse_args() -> argparse.Namespace:
         add(f"--{setup}-model", help=f"directory of the model of the rows {setup}: {what}")
     add("--rows", nargs="+", choices=[row.name for row in ROWS], help="default: those whose models are given")
     add("--rounds", type=int, default=3, help="readings of each row and server (default: %(default)s)")
-    add("--peer", choices=("vllm", "none"), default="vllm", help="(default: %(default)s)")
+    add("--peer", choices=("vllm", "null", "none"), default="vllm", help="(default: %(default)s)")
     add("--peer-program", help="path of the peer's command; default: the one that the shell finds")
     add("--peer-args", default="", help="further flags of the peer, in one word")
+    add("--peer-variables", default="", help="further variables of vLLM's environment, NAME=VALUE …, in one word")
     add("--ours-args", default="", help="further flags of ours, in one word")
     add("--open-rate", type=float, help="requests/s of the rows open; default: 80%% of the peer's saturation")
     add("--tcmalloc", help="path of libtcmalloc for the peer; default: where systems have it")
@@ -235,7 +257,16 @@ def _parse_args() -> argparse.Namespace:
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     missing = {setup for setup in OTHER_MODELS if getattr(args, f"{setup}_model") is None}
-    args.rows = args.rows or [row.name for row in ROWS if row.setup not in missing]
+    args.rows = args.rows or [
+        row.name
+        for row in ROWS
+        if row.setup not in missing | {"cold"} and (args.peer != "null" or row.null_ratio is not None)
+    ]
+    without_null = [row.name for row in ROWS if row.name in args.rows and row.null_ratio is None]
+    if args.peer == "null" and without_null:
+        parser.error(f"--peer null is not compared in the rows {' '.join(without_null)}")
+    if wrong := [word for word in shlex.split(args.peer_variables) if not word.partition("=")[1]]:
+        parser.error(f"--peer-variables: each is NAME=VALUE, got {' '.join(wrong)}")
     chosen = {row.setup for row in ROWS if row.name in args.rows}
     if args.model is None and chosen - set(OTHER_MODELS):
         parser.error("--model: name the directory of a model, such as scripts/make_random_model.py writes")
@@ -259,16 +290,27 @@ def main() -> None:
             limits = peaks.read()
             print(f"{limits.bandwidth_gb_s:.1f} GB/s read, {limits.peak_gflop_s:.0f} GFLOP/s of {limits.peak_name}")
             comparison = Comparison(args, programs, sizes, peaks)
-            comparison.run([row for row in ROWS if row.name in args.rows])
+            comparison.run(_rows(args))
     except (servers.ServerError, LoadError) as error:
         raise SystemExit(str(error)) from error
     print("\n".join(report.lines(comparison.results, comparison.peer)))
 
 
+def _rows(args: argparse.Namespace) -> list[Row]:
+    """The chosen rows, with their targets against the peer."""
+    chosen = [row for row in ROWS if row.name in args.rows]
+    if args.peer != "null":
+        return chosen
+    return [dataclasses.replace(row, target_ratio=row.null_ratio or 0.0) for row in chosen]
+
+
 def _programs(args: argparse.Namespace) -> dict[str, servers.Program]:
     programs = {"ours": servers.ours(shlex.split(args.ours_args))}
     if args.peer == "vllm":
-        programs["peer"] = servers.vllm(args.peer_program, shlex.split(args.peer_args), args.tcmalloc)
+        variables = dict(word.split("=", 1) for word in shlex.split(args.peer_variables))
+        programs["peer"] = servers.vllm(args.peer_program, shlex.split(args.peer_args), args.tcmalloc, variables)
+    elif args.peer == "null":
+        programs["peer"] = servers.null_device(shlex.split(args.ours_args))
     return programs
 
 

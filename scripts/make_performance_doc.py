@@ -41,6 +41,11 @@ python scripts/make_random_model.py /tmp/qwen2-0.5b
 python scripts/make_random_model.py /tmp/tiny-5m --preset tiny-5m
 python benchmarks/compare_servers.py --model /tmp/qwen2-0.5b --tiny-model /tmp/tiny-5m \\
     --peer-program VLLM/bin/vllm --json benchmarks/results/servers.json
+python benchmarks/compare_servers.py --tiny-model /tmp/tiny-5m --peer null --json benchmarks/results/null.json
+python scripts/make_random_model.py /tmp/qwen2-0.5b-w8a8 --weights w8a8
+python scripts/make_random_model.py /tmp/qwen2-0.5b-w4 --weights w4a16
+python benchmarks/compare_servers.py --w8a8-model /tmp/qwen2-0.5b-w8a8 --w4-model /tmp/qwen2-0.5b-w4 \\
+    --peer-program VLLM/bin/vllm --json benchmarks/results/quantized.json
 python benchmarks/compare_offline.py --model /tmp/qwen2-0.5b --peer-model OPENVINO_DIR \\
     --json benchmarks/results/offline.json
 python benchmarks/compare_clients.py --model /tmp/qwen2-0.5b --peer-program VLLM/bin/vllm \\
@@ -53,8 +58,10 @@ The models have random weights: only their shapes matter. Nothing else should ru
 Both servers are given the same flags, the same prompts and the same client, which is `ascend-vllm bench serve`'s.
 vLLM is bound to every core and gets tcmalloc where the system has it. A single row is measured with `--rows c8`, ours
 alone with `--peer none`; the rows `open-ttft` and `open-gap` take five minutes for each server and round, or as long
-as `--open-s` says. Larger shapes are measured by `--rows c1` on the presets `qwen2-1.5b`, `qwen2-3b` and `qwen2-7b`
-of `make_random_model.py`. A comparison of servers holds for the other project's client too as far as
+as `--open-s` says. Larger shapes are measured by `--rows load c1` on the presets `qwen2-1.5b`, `qwen2-3b` and `qwen2-7b`
+of `make_random_model.py`. `--peer null` is this server with a device that answers at once. With AMX vLLM rounds the
+inputs of W4A16 to 8 bits: `--peer-variables VLLM_CPU_INT4_W4A8=0` keeps it from that, and `--ours-args
+--cpu-int8-activations` has ours do it too. A comparison of servers holds for the other project's client too as far as
 `compare_clients.py` finds their figures equal.
 
 `make bench-gate BASE=COMMIT` says in some minutes whether the working tree is slower than a commit, in
@@ -266,9 +273,9 @@ _AHEAD, _BEHIND, _TARGET, _TEXT, _GRID = "#1f6feb", "#c2410c", "#111827", "#1f29
 
 
 def _charted(results: Sequence[Result]) -> Result | None:
-    """The newest comparison of servers that has a peer."""
+    """The newest comparison with another server in the row c8."""
     for result in results:
-        if result["kind"] == "servers" and any(row["ratio"] is not None for row in result["rows"]):
+        if result["kind"] == "servers" and any(row["name"] == "c8" and row["ratio"] for row in result["rows"]):
             return result
     return None
 

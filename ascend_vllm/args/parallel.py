@@ -47,7 +47,7 @@ def parallel_config(args: EngineFlags, arch: ArchConfig, device: str) -> Paralle
     num_workers = config.local_world_size * engines
     if backend != "ray" and device == "npu" and num_workers > 1 and (count := probe_npus().count) < num_workers:
         raise ConfigError(too_few_npus(num_workers, count, _flags_of_workers(config)))
-    if config.world_size == 1 and backend != "ray":
+    if config.world_size == 1 and backend in ("mp", "uni"):
         return ParallelConfig(data_parallel_size=engines)
     if backend == "uni":
         sizes = f"--tensor-parallel-size is {tp_size}"

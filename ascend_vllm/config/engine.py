@@ -10,6 +10,9 @@ from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.config.structured import StructuredOutputsConfig
 
+# of packages with executors of their own: name of --distributed-executor-backend = "module:Class"
+EXECUTOR_ENTRY_POINTS = "ascend_vllm.executors"
+
 
 class ParallelConfig(msgspec.Struct, frozen=True):
     """How many workers there are and how they are started.
@@ -17,7 +20,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
     Attributes:
         tensor_parallel_size: workers that share each layer.
         distributed_executor_backend: "uni": the worker runs in the engine core's process; "mp": each in a process of
-            its own; "ray": each in a Ray actor, on any machine of the cluster.
+            its own; "ray": each in a Ray actor, on any machine of the cluster; or the name of a package's executor.
         data_parallel_size: engine cores, each with workers of its own, that share the requests.
         data_parallel_rank: number of the engine core with this configuration; 0 in the API server's.
         pipeline_parallel_size: number of pipeline stages.

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from ascend_vllm import plugins
-from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.config.engine import EXECUTOR_ENTRY_POINTS, EngineConfig
 from ascend_vllm.errors import ConfigError, RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.types.step import KVCacheSize, SchedulerOutput, StepOutput
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# --distributed-executor-backend → "module:Class", imported when chosen
+# --distributed-executor-backend → "module:Class", imported when chosen; packages add more by entry points
 EXECUTORS: dict[str, str] = {
     "uni": "ascend_vllm.executor.uniproc:UniProcExecutor",
     "mp": "ascend_vllm.executor.multiproc:MultiprocExecutor",
@@ -111,12 +111,13 @@ def create_executor(config: EngineConfig) -> Executor:
             "--node-rank here, and this program on the machine of --node-rank 0."
         )
     backend = config.parallel.distributed_executor_backend
-    if backend not in EXECUTORS:
+    target = EXECUTORS.get(backend) or plugins.entry_points(EXECUTOR_ENTRY_POINTS).get(backend)
+    if target is None:
         raise ConfigError(
             f"Unrecognized distributed executor backend {backend}. Supported values are "
             + ", ".join(repr(name) for name in EXECUTORS)
         )
-    executor_class: type[Executor] = plugins.import_object(EXECUTORS[backend])
+    executor_class: type[Executor] = plugins.import_object(target)
     return executor_class(config)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import struct
 import time
@@ -15,6 +16,7 @@ from typing import Any
 from comparison.peaks import Peaks, Reading
 
 _CHUNK_BYTES = 16 << 20
+_FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +25,7 @@ class ModelFacts:
 
     Attributes:
         weight_bytes: bytes of weights that every decoding step reads.
-        resident_bytes: bytes of all weights.
+        resident_bytes: bytes of all weights in memory, those of dtypes for numbers at two bytes each.
         matrix_elements: elements of the matrices that every token is multiplied with.
         head_elements: elements of the output layer, which only sampled tokens are multiplied with.
         attention_width: query heads times their size, or the mean size of keys and values, over all layers.
@@ -33,6 +35,7 @@ class ModelFacts:
         chosen_share: the share of a layer's experts that a token is multiplied with.
         decode_width: the attention width of decoding steps with latent attention, whose heads read latents; 0: the
             same as in prompts.
+        file_bytes: bytes of all weights in the files.
     """
 
     weight_bytes: int
@@ -45,6 +48,7 @@ class ModelFacts:
     expert_elements: int = 0
     chosen_share: float = 0.0
     decode_width: int = 0
+    file_bytes: int = 0
 
     @classmethod
     def of(cls, model_dir: str) -> ModelFacts:
@@ -55,11 +59,17 @@ class ModelFacts:
         """
         config = json.loads((pathlib.Path(model_dir) / "config.json").read_text())
         entries = _tensor_entries(model_dir)
-        sizes = {name: entry["shape"] for name, entry in entries.items()}
+        sizes = {name: _unpacked(name, entry) for name, entry in entries.items()}
         num_bytes = {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in entries.items()}
+        resident = {
+            name: 2 * math.prod(sizes[name]) if entry["dtype"] in _FLOATS else num_bytes[name]
+            for name, entry in entries.items()
+        }
         embedding = math.prod(next(shape for name, shape in sizes.items() if "embed_tokens" in name))
         head = [math.prod(shape) for name, shape in sizes.items() if name.endswith("lm_head.weight")]
-        matrices = sum(math.prod(shape) for shape in sizes.values() if len(shape) == 2)
+        matrices = sum(
+            math.prod(shape) for name, shape in sizes.items() if len(shape) == 2 and not name.endswith("_scale")
+        )
         # a step reads one row per sequence of an embedding that is not also the output layer
         skipped = ("embed_tokens.weight",) if head else ()
         experts = [name for name in sizes if ".experts." in name]
@@ -76,7 +86,7 @@ class ModelFacts:
             decode_width = layers * heads * (kv_width + rank) // 2
         return cls(
             weight_bytes=sum(size for name, size in num_bytes.items() if not name.endswith(skipped)) - expert_bytes,
-            resident_bytes=sum(2 * math.prod(shape) for shape in sizes.values()),
+            resident_bytes=sum(resident.values()),
             matrix_elements=matrices - embedding - sum(head) - expert_elements,
             head_elements=head[0] if head else embedding,
             attention_width=layers * heads * head_size,
@@ -85,6 +95,7 @@ class ModelFacts:
             expert_elements=expert_elements,
             chosen_share=config["num_experts_per_tok"] / num_experts if expert_bytes else 0.0,
             decode_width=decode_width,
+            file_bytes=sum(num_bytes.values()),
         )
 
     def read_bytes(self, tokens: int) -> float:
@@ -131,9 +142,15 @@ class ModelFacts:
         return sequences * output_len / (prefill + steps)
 
 
+def _unpacked(name: str, entry: dict[str, Any]) -> list[int]:
+    """A tensor's shape; of 4-bit weights that are packed in 32-bit words: that of the weights."""
+    *rows, width = entry["shape"] or [1]
+    return [*rows, width * 8 if name.endswith("weight_packed") else width]
+
+
 def _tensor_entries(model_dir: str) -> dict[str, dict[str, Any]]:
     """The entries of all tensors in the headers of the safetensors files."""
-    files = sorted(pathlib.Path(model_dir).glob("*.safetensors"))
+    files = _weight_files(model_dir)
     if not files:
         raise FileNotFoundError(f"no *.safetensors in {model_dir}")
     entries: dict[str, dict[str, Any]] = {}
@@ -174,12 +191,27 @@ def _bandwidth_gb_s(gib: float) -> float:
         return peaks.read().bandwidth_gb_s
 
 
-def file_read_s(model_dir: str) -> float:
-    """Seconds to read all weight files when they are in the system's file cache."""
-    files = sorted(pathlib.Path(model_dir).glob("*.safetensors"))
+def forget_files(model_dir: str) -> None:
+    """Has the system drop the weight files from its file cache."""
+    for file in _weight_files(model_dir):
+        with file.open("rb") as stream:
+            # what is not written yet cannot be dropped
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _weight_files(model_dir: str) -> list[pathlib.Path]:
+    return sorted(pathlib.Path(model_dir).glob("*.safetensors"))
+
+
+def file_read_s(model_dir: str, is_cold: bool = False) -> float:
+    """Seconds to read all weight files: from the system's file cache, or from the disk if `is_cold`."""
+    files = _weight_files(model_dir)
     buffer = bytearray(_CHUNK_BYTES)
     seconds = 0.0
-    for _ in range(2):
+    for _ in range(1 if is_cold else 2):
+        if is_cold:
+            forget_files(model_dir)
         start = time.perf_counter()
         for file in files:
             with file.open("rb", buffering=0) as stream:

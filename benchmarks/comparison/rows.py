@@ -83,13 +83,14 @@ class Row(Line):
     """One line of the table, and how it is measured.
 
     Attributes:
-        setup: which servers it is measured on: "fresh" ones each time, or resident ones: "main", "shared", "open",
-            or one of `OTHER_MODELS`.
+        setup: which servers it is measured on: "fresh" ones each time, the same "cold", with files that are not in
+            the file cache, or resident ones: "main", "shared", "open", or one of `OTHER_MODELS`.
         measure: returns a reading.
         along: name of a row before it in the setup; if that one is measured, its figures have this row's reading.
         read: the reading in those figures, for rows with `along`.
         warm_up: runs everything once; None: not needed.
         limit: what the machine allows; None: it is not computed from the machine's limits.
+        null_ratio: the target where the peer is the null device; None: it is not compared with that.
     """
 
     setup: str
@@ -98,17 +99,32 @@ class Row(Line):
     read: Callable[[dict[str, Any]], float] | None = None
     warm_up: Callable[[Subject], object] | None = None
     limit: Callable[[ModelFacts, Sizes, Reading], float] | None = None
+    null_ratio: float | None = None
 
 
 # the lengths of the open loop are from a tenth of the row's lengths to almost twice as much
 _OPEN_RANGE = 0.9
 
 # setup with a model of its own → what it is
-OTHER_MODELS = {"tiny": "a tiny model", "moe": "a mixture of experts", "mla": "a model with latent attention"}
+OTHER_MODELS = {
+    "tiny": "a tiny model",
+    "moe": "a mixture of experts",
+    "mla": "a model with latent attention",
+    "w8a8": "a model in W8A8",
+    "w4": "a model in W4A16",
+}
 
 
 def _start(subject: Subject) -> Measured:
     return subject.server.start_s, {}
+
+
+def _load(subject: Subject) -> Measured:
+    """Then answers some prompts, which would need what was swapped out."""
+    server, sizes = subject.server, subject.sizes
+    subject.client.load(seed=subject.seed, num_prompts=2, concurrency=1, input_len=sizes.input_len, output_len=4)
+    megabytes = {"resident_mb": server.resident_bytes() / 1e6, "swapped_mb": server.swapped_bytes() / 1e6}
+    return server.load_s(), {"start_s": server.start_s, "weights_mb": subject.model.file_bytes / 1e6} | megabytes
 
 
 def _memory(subject: Subject) -> Measured:
@@ -212,15 +228,30 @@ def _warm(subject: Subject, concurrency: int, **lengths: Any) -> None:
     subject.client.load(seed=subject.seed + 900_000, num_prompts=concurrency, concurrency=concurrency, **short)
 
 
-def _concurrent(concurrency: int, target_ratio: float, setup: str = "main") -> Row:
-    name, title = f"c{concurrency}", f"output tokens, concurrency {concurrency}"
-    if setup != "main":
-        name, title = f"{setup}-{name}", f"{OTHER_MODELS[setup]}: {title}"
+def _named(name: str, title: str, setup: str) -> dict[str, Any]:
+    """Name and title of a row that several setups have."""
+    if setup == "main":
+        return {"name": name, "title": title, "setup": setup}
+    return {"name": f"{setup}-{name}", "title": f"{OTHER_MODELS[setup]}: {title}", "setup": setup}
+
+
+def _long_prompt(target_ratio: float, setup: str = "main") -> Row:
     return Row(
-        name=name,
-        title=title,
+        **_named("ttft", "first token of a long prompt, idle server", setup),
+        unit="s",
+        higher_is_better=False,
+        target_ratio=target_ratio,
+        measure=lambda subject: _first_token(subject, subject.sizes.long_len),
+        warm_up=lambda subject: _warm(subject, 1, input_len=subject.sizes.long_len, output_len=1),
+        limit=lambda model, sizes, limits: model.prefill_s(limits, 1, sizes.long_len),
+        limit_text="peak",
+    )
+
+
+def _concurrent(concurrency: int, target_ratio: float, setup: str = "main") -> Row:
+    return Row(
+        **_named(f"c{concurrency}", f"output tokens, concurrency {concurrency}", setup),
         unit="tok/s",
-        setup=setup,
         higher_is_better=True,
         target_ratio=target_ratio,
         measure=lambda subject: _throughput(subject, concurrency, **_lengths(subject.sizes)),
@@ -230,6 +261,7 @@ def _concurrent(concurrency: int, target_ratio: float, setup: str = "main") -> R
     )
 
 
+# a row's place decides about its prompts: new ones come last
 ROWS = (
     Row(
         name="start",
@@ -253,18 +285,7 @@ ROWS = (
     _concurrent(1, 1.5),
     _concurrent(8, 1.7),
     _concurrent(32, 1.7),
-    Row(
-        name="ttft",
-        title="first token of a long prompt, idle server",
-        unit="s",
-        setup="main",
-        higher_is_better=False,
-        target_ratio=0.55,
-        measure=lambda subject: _first_token(subject, subject.sizes.long_len),
-        warm_up=lambda subject: _warm(subject, 1, input_len=subject.sizes.long_len, output_len=1),
-        limit=lambda model, sizes, limits: model.prefill_s(limits, 1, sizes.long_len),
-        limit_text="peak",
-    ),
+    _long_prompt(0.55),
     Row(
         name="mixed",
         title="gap between tokens of 4 streams while long prompts arrive, p99",
@@ -342,9 +363,22 @@ ROWS = (
         setup="tiny",
         higher_is_better=True,
         target_ratio=4.0,
+        null_ratio=0.6,
         measure=lambda subject: _throughput(subject, subject.sizes.tiny_concurrency, **_tiny_lengths(subject.sizes)),
         warm_up=lambda subject: _warm(subject, subject.sizes.tiny_concurrency, **_tiny_lengths(subject.sizes)),
     ),
-    *(_concurrent(concurrency, 1.5, setup) for setup in ("moe", "mla") for concurrency in (1, 8, 32)),
+    *(_concurrent(concurrency, 1.5, setup) for setup in ("moe", "mla", "w8a8") for concurrency in (1, 8, 32)),
+    _long_prompt(0.7, "w8a8"),
+    *(_concurrent(concurrency, 2.0 if concurrency == 1 else 1.5, "w4") for concurrency in (1, 8, 32)),
+    Row(
+        name="load",
+        title="loading of a model whose files are not in the file cache",
+        unit="s",
+        setup="cold",
+        higher_is_better=False,
+        target_ratio=1.0,
+        measure=_load,
+        limit_text="reading the weights' files from the disk",
+    ),
 )
-SETUPS = ("fresh", "main", "shared", "long8k", "open", *OTHER_MODELS)
+SETUPS = ("fresh", "cold", "main", "shared", "long8k", "open", *OTHER_MODELS)

@@ -25,6 +25,9 @@ _POLL_S = 0.01
 # a server that uses less than this many cores over this time is idle
 _IDLE_CORES, _IDLE_S = 0.1, 0.2
 _NOT_INHERITED = ("VLLM_", "PYTHONDONTWRITEBYTECODE")
+_NULL_DEVICE = pathlib.Path(__file__).resolve().parents[1] / "null_device"
+# what a server logs of the seconds in which it has loaded its model
+_LOADED = re.compile(r"Model loaded in ([\d.]+) s|Model loading took .* and ([\d.]+) seconds")
 _TCMALLOC = (
     "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4",
     "/usr/lib/aarch64-linux-gnu/libtcmalloc_minimal.so.4",
@@ -76,13 +79,26 @@ def ours(options: Sequence[str] = ()) -> Program:
     return Program("ascend-vllm", (sys.executable, "-m", "ascend_vllm.entrypoints.cli", "serve"), tuple(options))
 
 
-def vllm(program: str | None, options: Sequence[str] = (), tcmalloc: str | None = None) -> Program:
+def null_device(options: Sequence[str] = ()) -> Program:
+    """This project's server with a device that computes nothing; see benchmarks/null_device."""
+    paths = [path for path in (os.environ.get("PYTHONPATH"), str(_NULL_DEVICE)) if path]
+    options = (*options, "--distributed-executor-backend", "null")
+    return Program("null device", ours().words, options, {"PYTHONPATH": os.pathsep.join(paths)})
+
+
+def vllm(
+    program: str | None,
+    options: Sequence[str] = (),
+    tcmalloc: str | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Program:
     """vLLM's server in its fastest configuration on a CPU: bound to all cores, with tcmalloc if installed.
 
     Args:
         program: path of vLLM's command; None: the one in PATH.
         options: further flags.
         tcmalloc: path of the library; None: the usual paths.
+        variables: further variables of its environment.
 
     Raises:
         ServerError: there is no such program or library.
@@ -103,7 +119,7 @@ def vllm(program: str | None, options: Sequence[str] = (), tcmalloc: str | None 
     }
     if library is not None:
         environment["LD_PRELOAD"] = library
-    return Program("vllm", (found, "serve"), tuple(options), environment)
+    return Program("vllm", (found, "serve"), tuple(options), environment | dict(variables or {}))
 
 
 def _forget_peak(process: psutil.Process) -> int:
@@ -220,6 +236,21 @@ class Server:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     total += of(one)
         return total
+
+    def load_s(self) -> float:
+        """Seconds in which the model was loaded, from the server's log.
+
+        Raises:
+            ServerError: it does not say.
+        """
+        found = _LOADED.search(pathlib.Path(self._log.name).read_text(errors="replace"))
+        if found is None:
+            raise ServerError(f"{self._name} does not log how long loading takes.\n{self._log_end()}")
+        return float(found[1] or found[2])
+
+    def swapped_bytes(self) -> int:
+        """Memory of the server's processes that the system has swapped out."""
+        return int(self._sum(lambda process: process.memory_full_info().swap))
 
     def resident_bytes(self) -> int:
         """Memory of the server's processes (PSS: shared pages are divided among them)."""

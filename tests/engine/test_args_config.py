@@ -833,7 +833,7 @@ def test_stages(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch, caplog: 
             config_of(model, pipeline_parallel_size=3)
 
 
-def test_several_workers(make_model: MakeModel) -> None:
+def test_several_workers(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(QWEN2 | {"num_attention_heads": 4, "num_key_value_heads": 2})
     assert config_of(model).parallel == ParallelConfig(1, "uni")
     assert config_of(model, distributed_executor_backend="mp").parallel == ParallelConfig(1, "uni")
@@ -848,6 +848,8 @@ def test_several_workers(make_model: MakeModel) -> None:
         config_of(model, worker_use_ray=True, data_parallel_size=2)
     with pytest.raises(ConfigError, match=r"^worker-use-ray can't be used with distributed executor backend 'mp'\.$"):
         config_of(model, worker_use_ray=True, distributed_executor_backend="mp")
+    monkeypatch.setattr("ascend_vllm.plugins.entry_points", lambda _: {"null": "null_device:NullExecutor"})
+    assert config_of(model, distributed_executor_backend="null").parallel == ParallelConfig(1, "null")
     with pytest.raises(ConfigError, match=r"uni runs one worker, and --tensor-parallel-size is 2"):
         config_of(model, tensor_parallel_size=2, distributed_executor_backend="uni")
     with pytest.raises(ConfigError, match=r"--tensor-parallel-size 2 and the model's 3 KV heads"):

@@ -153,6 +153,35 @@ def test_requests_that_arrive_at_random(
     assert found and figures["rate"] == pytest.approx(0.8 * float(found[1]), rel=0.01)
 
 
+def test_the_null_device_as_the_peer(
+    program: types.ModuleType, tiny_dir: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same server with a plug-in, for the rows that have a target against it."""
+    words = ["--tiny-model", tiny_dir, "--peer", "null", "--tiny-input-len", "40", "--tiny-concurrency", "3"]
+    words += ["--ours-args=--enable-chunked-prefill --max-num-batched-tokens 16 --max-num-seqs 16"]
+    content = compare(program, words, tmp_path, monkeypatch)
+    (tiny,) = content["rows"]
+    assert (tiny["name"], tiny["target"]) == ("tiny", {"ratio_at_least": 0.6})
+    for side in ("ours", "peer"):
+        (figures,) = tiny["figures"][side]
+        assert (figures["completed"], figures["total_output_tokens"]) == (3, 18)
+        # so that prompts are cut
+        assert figures["total_input_tokens"] > 3 * 16
+    peer = content["programs"]["peer"]
+    assert peer["name"] == "null device" and "PYTHONPATH=null_device" in peer["commands"]["tiny"]
+    assert peer["commands"]["tiny"].endswith("--max-num-seqs 16 --distributed-executor-backend null")
+
+
+def test_loading_from_the_disk(
+    program: types.ModuleType, tiny_dir: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--model", tiny_dir, "--rows", "load", "--peer", "none"]
+    (load,) = compare(program, words, tmp_path, monkeypatch)["rows"]
+    (figures,) = load["figures"]["ours"]
+    assert 0 < load["ours"] < figures["start_s"] and load["limit"] > 0
+    assert figures["swapped_mb"] == 0 < figures["weights_mb"] < figures["resident_mb"]
+
+
 _BUSY_UNTIL_TOLD = """
 import pathlib, subprocess, sys, time
 if len(sys.argv) > 1:
@@ -239,6 +268,27 @@ def test_facts_of_a_model(program: types.ModuleType, tiny_dir: str) -> None:
     assert facts.kv_bytes_per_token == 2 * 2 * layers * kv_width
 
 
+def test_facts_of_quantized_weights(program: types.ModuleType, tmp_path: pathlib.Path) -> None:
+    """As many products as unquantized ones have, of fewer bytes."""
+    head = {
+        "model.embed_tokens.weight": {"dtype": "BF16", "shape": [50, 256], "data_offsets": [0, 25600]},
+        "a_proj.weight_packed": {"dtype": "I32", "shape": [64, 32], "data_offsets": [25600, 33792]},
+        "a_proj.weight_scale": {"dtype": "BF16", "shape": [64, 2], "data_offsets": [33792, 34048]},
+        "a_proj.weight_shape": {"dtype": "I64", "shape": [2], "data_offsets": [34048, 34064]},
+        "b_proj.weight": {"dtype": "I8", "shape": [64, 256], "data_offsets": [34064, 50448]},
+        "b_proj.weight_scale": {"dtype": "F32", "shape": [64, 1], "data_offsets": [50448, 50704]},
+    }
+    text = json.dumps(head).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    config = {"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    facts = program.ModelFacts.of(str(tmp_path))
+    assert facts.matrix_elements == 2 * 64 * 256 and facts.head_elements == 50 * 256
+    assert facts.weight_bytes == facts.file_bytes == 50704
+    # a float32 scale takes the two bytes that it is kept in
+    assert facts.resident_bytes == 50704 - 2 * 64
+
+
 def test_facts_of_latent_attention(program: types.ModuleType) -> None:
     """DeepSeek-V2-Lite's shape, small: a row of 32 + 8 numbers in three layers, 3 of 8 experts in two of them."""
     facts = program.ModelFacts.of(tiny_model("deepseek-v2-lite"))
@@ -259,6 +309,8 @@ def test_facts_of_latent_attention(program: types.ModuleType) -> None:
         (["--model", "m", "--rows", "moe-c8"], "--moe-model: name the directory of a mixture of experts, or leave"),
         (["--model", "m", "--rows", "open-gap", "--open-rate", "0"], "--open-rate must be above 0, got 0.0"),
         (["--tiny-model", "m"], "--model: name the directory of a model"),
+        (["--model", "m", "--rows", "c1", "--peer", "null"], "--peer null is not compared in the rows c1"),
+        (["--model", "m", "--rows", "c1", "--peer-variables", "A=1 B"], "each is NAME=VALUE, got B"),
         (["--rows", "tiny", "--tiny-model", "m", "--waves", "0"], "--waves must be at least 1, got 0"),
         (["--rows", "tiny", "--tiny-model", "m", "--peer-program", "/no/vllm"], "There is no program '/no/vllm'"),
         (

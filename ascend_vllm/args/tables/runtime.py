@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from ascend_vllm.args.fields import flag
+from ascend_vllm.config.engine import EXECUTOR_ENTRY_POINTS
 from ascend_vllm.types.kv_cache import KV_CACHE_FORMATS
 
 # auto, and the dtypes that it can stand for
@@ -354,6 +355,7 @@ class ParallelArgs:
         "process, unless it is ray.",
         kind="str",
         choices=("ray", "mp", "uni"),
+        entry_points=EXECUTOR_ENTRY_POINTS,
         example="--distributed-executor-backend mp",
     )
     worker_use_ray: bool = flag(False, "The older spelling of --distributed-executor-backend ray.")
