@@ -42,6 +42,38 @@ void require_scale(const Grouped& g) {
   }
 }
 
+// int8 rows: a scale per column of each group, perhaps one per row; sums are in int32, and so is the bias.
+void require_int8(const Grouped& g) {
+  require_scale(g);
+  g.x[0].in({at::kChar});
+  g.weight[0].in({at::kChar});
+  if (present(g.bias)) g.bias[0]->in({at::kInt});
+  if (!present(g.per_token_scale)) return;
+  require(g.out[0].scalar_type() != at::kChar, "out", "int8 does not go with scales per token");
+  g.per_token_scale[0]->in({at::kFloat});
+  if (g.x.size() == 1) g.per_token_scale[0]->shaped({g.x[0].size(0)});
+}
+
+// Rows that are not quantised, weights that are: scales of columns, or of groups of inputs if they have 4 bits.
+void require_weight_only(const Grouped& g) {
+  const In &x = g.x[0].in(kHalfs), &scale = g.antiquant_scale[0]->like(x);
+  const Weight& weight = g.weight[0];
+  weight.in({at::kChar, at::kInt});
+  g.out[0].like(x);
+  if (present(g.bias)) g.bias[0]->in({x.scalar_type() == at::kBFloat16 ? at::kFloat : at::kHalf});
+  const bool packed = weight.scalar_type() == at::kInt;
+  require(!packed || present(g.antiquant_offset), "antiquantOffset", "weights of 4 bits need it");
+  if (present(g.antiquant_offset)) g.antiquant_offset[0]->like(x).shaped(scale.sizes());
+  if (weight.dim() != 3) return;
+  const int64_t columns = g.out[0].size(-1);
+  if (scale.dim() == 3 && packed) {
+    scale.shaped({weight.size(0), scale.size(1), columns});
+    require(x.size(-1) % scale.size(1) == 0, "antiquantScale", "its groups must divide the inputs");
+  } else {
+    scale.shaped({weight.size(0), columns});
+  }
+}
+
 // One tensor of rows, one stack of weights [groups, inputs, outputs], possibly a transposed view.
 void require_stack(const Grouped& g) {
   const In& x = g.x[0].rank(2, 2);
@@ -82,7 +114,8 @@ void require_grouped(const Grouped& g) {
     g.group_list->in({at::kLong}).rank(1, 1);
     if (g.x.size() == 1 && g.weight.size() == 1) require_stack(g);
   }
-  if (present(g.scale)) require_scale(g);
+  if (present(g.scale)) require_int8(g);
+  if (present(g.antiquant_scale)) require_weight_only(g);
 }
 
 at::Tensor group_part(const MaybeList& list, int64_t group) {
@@ -104,10 +137,13 @@ at::Tensor group_product(const Grouped& g, int64_t group, const at::Tensor& rows
   }
   at::Tensor values = wide(matrix);
   if (present(g.antiquant_scale)) {
-    if (present(g.antiquant_offset)) values = values + wide(group_part(g.antiquant_offset, group));
-    const at::Tensor scale = wide(group_part(g.antiquant_scale, group));
-    const int64_t spans = scale.dim() == 2 ? matrix.size(0) / scale.size(0) : 1;
-    values = values * (scale.dim() == 2 ? scale.repeat_interleave(spans, 0) : scale);
+    // of columns, or of groups of inputs
+    const auto spread = [&](const MaybeList& list) {
+      const at::Tensor part = wide(group_part(list, group));
+      return part.dim() == 2 ? part.repeat_interleave(matrix.size(0) / part.size(0), 0) : part;
+    };
+    if (present(g.antiquant_offset)) values = values + spread(g.antiquant_offset);
+    values = values * spread(g.antiquant_scale);
   }
   const at::Tensor result = at::matmul(wide(rows), values);
   return present(g.bias) ? result + wide(group_part(g.bias, group)) : result;

@@ -1,4 +1,4 @@
-// Quantisation and products of quantised matrices.
+// Quantisation of activations, and the parameters of quantised products.
 #include "sim/opapi/quantized.h"
 #include "sim/opapi/table.h"
 
@@ -7,7 +7,6 @@ using namespace ascend_sim;
 namespace {
 
 const Dtypes kQuantised = {at::kChar, at::kInt};
-const Dtypes kScales = {at::kFloat, at::kHalf, at::kBFloat16, at::kLong, at::kUInt64};
 
 at::Tensor wide(const at::Tensor& tensor) { return tensor.to(at::kFloat); }
 
@@ -126,118 +125,3 @@ OPERATOR(aclnnTransQuantParamV3, (In scale, Maybe offset, int64_t roundMode, Out
   require(roundMode == 0 || roundMode == 1, "roundMode", "it must be 0 (truncate) or 1 (round)");
   return [=] { out.set(quant_parameters(scale, offset, roundMode)); };
 })
-namespace {
-
-struct Product {
-  In x1;
-  Weight x2;
-  Maybe x1_scale, x2_scale, y_offset, bias;
-  Out out;
-};
-
-void require_quant_matmul(const Product& p) {
-  p.x1.in(kQuantised).rank(2, 6);
-  p.x2.in(kQuantised).rank(2, 6);
-  p.out.in({at::kHalf, at::kBFloat16, at::kChar, at::kInt});
-  require(p.x2_scale.has_value(), "x2Scale", "it is required");
-  p.x2_scale->in(kScales);
-  const bool packed = p.x2_scale->scalar_type() == at::kLong || p.x2_scale->scalar_type() == at::kUInt64;
-  require(p.out.scalar_type() != at::kHalf || packed || p.x1_scale, "x2Scale",
-          "a float16 result without per-token scales needs int64 parameters (npu_trans_quant_param)");
-  if (p.x1_scale) p.x1_scale->in({at::kFloat}).shaped({p.x1.size(-2)});
-  if (p.bias) p.bias->in({at::kInt, at::kFloat, at::kHalf, at::kBFloat16});
-}
-
-// Integer sums are exact in float64. An integer bias joins the sums before they are scaled, another one after.
-void quant_matmul(const Product& p, bool transpose1, bool transpose2) {
-  at::Tensor left = int8_values(p.x1, p.x1).to(at::kDouble),
-             right = int8_values(p.x2, p.x2.nd()).to(at::kDouble);
-  if (transpose1) left = left.transpose(-1, -2);
-  if (transpose2) right = right.transpose(-1, -2);
-  at::Tensor sums = at::matmul(left, right);
-  const bool integer_bias = p.bias && p.bias->scalar_type() == at::kInt;
-  if (integer_bias) sums = sums + p.bias->to(at::kDouble);
-  if (p.out.scalar_type() == at::kInt) return p.out.set(sums.to(at::kInt));
-  at::Tensor result = sums * scale_values(*p.x2_scale).reshape({-1}).to(at::kDouble);
-  if (p.x1_scale) result = result * p.x1_scale->to(at::kDouble).unsqueeze(-1);
-  if (p.bias && !integer_bias) result = result + p.bias->to(at::kDouble);
-  if (p.out.scalar_type() != at::kChar) return p.out.set(result);
-  if (p.y_offset) result = result + p.y_offset->to(at::kDouble);
-  set_quantized(p.out, result);
-}
-
-}  // namespace
-
-OPERATOR(aclnnQuantMatmulV5,
-         (In x1, Weight x2, Maybe x1Scale, Maybe x2Scale, Maybe yScale, Maybe x1Offset, Maybe x2Offset,
-          Maybe yOffset, Maybe bias, bool transposeX1, bool transposeX2, int64_t groupSize, Out out),
-         {
-           require(x2.format != ACL_FORMAT_FRACTAL_NZ, "x2",
-                   "a fractal weight goes to aclnnQuantMatmulWeightNz");
-           require(!yScale && !x1Offset && groupSize == 0, "groupSize",
-                   "group-wise products are not supported");
-           const Product call{x1, x2, x1Scale, x2Scale, yOffset ? yOffset : x2Offset, bias, out};
-           require_quant_matmul(call);
-           return [=] { quant_matmul(call, transposeX1, transposeX2); };
-         })
-OPERATOR(aclnnQuantMatmulWeightNz,
-         (In x1, Weight x2, Maybe x1Scale, Maybe x2Scale, Maybe yScale, Maybe x1Offset, Maybe x2Offset,
-          Maybe yOffset, Maybe bias, bool transposeX1, bool transposeX2, int64_t groupSize, Out out),
-         {
-           require(x2.format == ACL_FORMAT_FRACTAL_NZ, "x2", "it must be in the format FRACTAL_NZ");
-           require(!yScale && !x1Offset && groupSize == 0, "groupSize",
-                   "group-wise products are not supported");
-           const Product call{x1, x2, x1Scale, x2Scale, yOffset ? yOffset : x2Offset, bias, out};
-           require_quant_matmul(call);
-           return [=] { quant_matmul(call, transposeX1, transposeX2); };
-         })
-
-namespace {
-
-// (weight + offset) * scale with scales of the tensor, of columns, or of groups of rows.
-at::Tensor dequantised(const at::Tensor& weight, const In& scale, const Maybe& offset, int64_t group) {
-  const int64_t rows = weight.size(0), columns = weight.size(1);
-  const auto spread = [&](const at::Tensor& values) {
-    if (values.numel() == 1) return wide(values).reshape({1, 1});
-    if (group == 0) return wide(values).reshape({1, columns});
-    return wide(values).repeat_interleave(group, 0).slice(0, 0, rows);
-  };
-  const at::Tensor shifted = offset ? wide(weight) + spread(*offset) : wide(weight);
-  return shifted * spread(scale);
-}
-
-Work weight_quant_matmul(const In& x, const Weight& weight, const In& scale, const Maybe& offset,
-                         const Maybe& quant_scale, const Maybe& bias, int64_t group, const Out& y) {
-  x.in(kHalfs).rank(2, 2);
-  weight.in(kQuantised).rank(2, 2);
-  scale.like(x);
-  if (offset) offset->like(scale).shaped(scale.sizes());
-  require(!quant_scale, "quantScaleOptional", "quantised results are not supported");
-  require(group == 0 || (group >= 32 && group % 32 == 0), "antiquantGroupSize",
-          "it must be 0 or a multiple of 32 from 32 on");
-  if (bias) bias->in({at::kHalf, at::kFloat});
-  return [=] {
-    const at::Tensor matrix = dequantised(int8_values(weight, weight.nd()), scale, offset, group);
-    at::Tensor result = at::matmul(wide(x), matrix);
-    if (bias) result = result + wide(*bias);
-    y.set(result);
-  };
-}
-
-}  // namespace
-
-OPERATOR(aclnnWeightQuantBatchMatmulV2,
-         (In x, Weight weight, In antiquantScale, Maybe antiquantOffsetOptional, Maybe quantScaleOptional,
-          Maybe quantOffsetOptional, Maybe biasOptional, int32_t antiquantGroupSize, Out y),
-         {
-           return weight_quant_matmul(x, weight, antiquantScale, antiquantOffsetOptional, quantScaleOptional,
-                                      biasOptional, antiquantGroupSize, y);
-         })
-OPERATOR(aclnnWeightQuantBatchMatmulV3,
-         (In x, Weight weight, In antiquantScale, Maybe antiquantOffsetOptional, Maybe quantScaleOptional,
-          Maybe quantOffsetOptional, Maybe biasOptional, int32_t antiquantGroupSize, int32_t innerPrecise,
-          Out y),
-         {
-           return weight_quant_matmul(x, weight, antiquantScale, antiquantOffsetOptional, quantScaleOptional,
-                                      biasOptional, antiquantGroupSize, y);
-         })
