@@ -30,6 +30,7 @@ def add_arguments(parser: FlexibleArgumentParser) -> None:
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="number of devices; default: %(default)s")
     parser.add_argument("--memory", type=int, metavar="BYTES", help="memory of each device; default: 8 GiB")
     parser.add_argument("--soc", metavar="NAME", help="chip, such as Ascend310P3; default: Ascend910B3")
+    parser.add_argument("--cann", choices=("8.5", "9.0", "9.1"), help="version of CANN; default: 9.1")
     parser.add_argument("--trace", metavar="FILE", help="file that gets one JSON line for each operator launched")
     parser.add_argument(
         "--sync-timeout", type=float, metavar="SECONDS", help="wait for an event that nobody records; default: 30"
@@ -55,6 +56,7 @@ def run(namespace: argparse.Namespace) -> int:
         "ASCEND_SIM_DEVICES": namespace.devices,
         "ASCEND_SIM_MEMORY": namespace.memory,
         "ASCEND_SIM_SOC": namespace.soc,
+        "ASCEND_SIM_CANN": namespace.cann,
         "ASCEND_SIM_TRACE": namespace.trace and pathlib.Path(namespace.trace).resolve(),
         "ASCEND_SIM_SYNC_TIMEOUT": namespace.sync_timeout,
     }

@@ -56,6 +56,9 @@ ASCEND_SIM_EXPORT int current_device();
 // Sets the result of this thread's next aclGetRecentErrMsg; also written to stderr as "[ascend-sim] ...".
 ASCEND_SIM_EXPORT void set_error(const std::string& text);
 
+// The generation of CANN whose tables hold: 805, 900 or 901 for 8.5, 9.0 or 9.1.
+ASCEND_SIM_EXPORT int cann();
+
 enum class Soc { A2 /* Ascend910B */, A3 /* Ascend910_93 */, P310 /* Ascend310P */ };
 ASCEND_SIM_EXPORT Soc soc();
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.npu import acl
+from tests.npu.processes import run
 
 
 @pytest.fixture(autouse=True)
@@ -230,6 +232,47 @@ def test_a_replay_waits_for_the_update_that_comes_after_it() -> None:
             event.record(updates)
         torch.npu.synchronize()
         assert y.cpu().tolist() == [factor] * 4
+
+
+WRONG_ORDER = """
+import sys, torch, torch_npu
+torch.npu.set_device(0)
+x, y = torch.ones(4).to("npu"), torch.zeros(4).to("npu")
+updates, event, busy = torch.npu.Stream(), torch.npu.ExternalEvent(), torch.npu.ExternalEvent()
+graph = torch.npu.NPUGraph()
+with torch.npu.graph(graph):
+    stream = torch.npu.current_stream()
+    event.wait(stream)
+    event.reset(stream)
+    torch.npu.graph_task_group_begin(stream)
+    torch.mul(x, 2.0, out=y)
+    group = torch.npu.graph_task_group_end(stream)
+if sys.argv[1] == "twice":
+    busy.wait(torch.npu.current_stream())
+for factor in (3.0, 4.0):
+    graph.replay()
+    if sys.argv[1] == "early":
+        event.record(updates)
+        break
+    with torch.npu.stream(updates):
+        torch.npu.graph_task_update_begin(updates, group)
+        torch.mul(x, factor, out=y)
+        torch.npu.graph_task_update_end(updates)
+torch.npu.synchronize()
+"""
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ("early", "aclnnMuls would run with the arguments of an earlier replay"),
+        ("twice", "aclnnMuls is updated again before the replay under way has run it"),
+    ],
+)
+def test_updates_in_a_wrong_order_fail(order: str, message: str) -> None:
+    """The event recorded before its update; an update that does not wait for the end of the last replay."""
+    done = run(sys.executable, "-W", "ignore", "-c", WRONG_ORDER, order, ASCEND_SIM_SYNC_TIMEOUT="2")
+    assert done.returncode != 0 and message in done.stderr
 
 
 def test_task_groups_take_operators_of_a_live_capture(

@@ -297,17 +297,17 @@ aclError aclrtSetOpExecuteTimeOutV2(uint64_t timeout, uint64_t* actual) {
 aclError aclrtPeekAtLastError(aclrtLastErrLevel) { return ACL_SUCCESS; }
 aclError aclrtGetLastError(aclrtLastErrLevel) { return ACL_SUCCESS; }
 
-// The version whose interface this follows: that of the headers in the wheel.
+// The version that is simulated, "9.1.0".
 aclError aclsysGetVersionStr(char*, char* version) {
-  std::strcpy(version, "8.5.0");
+  cann();  // refuses one that is not simulated
+  std::strcpy(version, (options().cann + ".0").c_str());
   return ACL_SUCCESS;
 }
 aclError aclsysGetCANNVersion(aclCANNPackageName, aclCANNPackageVersion* version) {
   std::memset(version, 0, sizeof *version);
-  std::strcpy(version->version, "8.5.0");
-  std::strcpy(version->majorVersion, "8");
-  std::strcpy(version->minorVersion, "5");
-  return ACL_SUCCESS;
+  std::snprintf(version->majorVersion, sizeof version->majorVersion, "%d", cann() / 100);
+  std::snprintf(version->minorVersion, sizeof version->minorVersion, "%d", cann() % 100);
+  return aclsysGetVersionStr(nullptr, version->version);
 }
 aclError aclGetCannAttribute(aclCannAttr, int32_t* value) {
   *value = 0;

@@ -101,6 +101,9 @@ aclError create_event(const char* call, aclrtEvent* event, std::uint32_t flag) {
   return reporting(call, [&] {
     require_device();
     Lock lock(g_mutex);
+    if (g_events.size() >= options().events)
+      throw RuntimeError(ACL_ERROR_RT_NO_EVENT_RESOURCE,
+                         "the device's " + std::to_string(options().events) + " events are in use");
     auto made = std::make_unique<Event>();
     made->flags = flag;
     *event = g_events.add(std::move(made));
@@ -121,6 +124,10 @@ aclError synchronize_event(const char* call, aclrtEvent handle, double timeout_s
       pump_waiting();
       {
         Lock lock(g_mutex);
+        if (options().late_errors)
+          g_streams.each([](const Stream* stream) {
+            if (!stream->failure.empty()) throw RuntimeError(ACL_ERROR_RT_AICORE_EXCEPTION, stream->failure);
+          });
         if (event->issued != 0 && event->reached >= event->issued) return;
       }
       if (std::chrono::steady_clock::now() > end)

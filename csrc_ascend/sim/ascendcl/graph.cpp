@@ -50,37 +50,62 @@ void release(const std::shared_ptr<Capture>& capture) {
   g_captures.erase(capture.get());
 }
 
-// A replay in a stream; continues where it stopped at an external event that was not recorded yet.
-struct Replay {
-  Graph* graph;
-  std::size_t next = 0;
+}  // namespace
 
-  bool run() {
-    while (true) {
-      std::function<void()> work;
-      {
-        Lock lock(g_mutex);
-        if (next == graph->nodes.size()) {
-          --graph->replays_under_way;
-          return true;
-        }
-        const Node& node = graph->nodes[next];
-        if (node.ready && !node.ready()) return false;
-        work = node.work;  // by value: an update may replace the node while others run
-        ++next;
+bool Replay::run() {
+  while (true) {
+    std::function<void()> work;
+    {
+      Lock lock(g_mutex);
+      if (next == graph->nodes.size()) {
+        graph->replays.erase(this);
+        return true;
       }
-      try {
-        work();
-      } catch (...) {
-        Lock lock(g_mutex);
-        --graph->replays_under_way;
-        throw;
+      Node& node = graph->nodes[next];
+      if (node.ready && !node.ready()) return false;
+      if (node.in_group && gated && !node.updated) {
+        graph->replays.erase(this);
+        throw RuntimeError(ACL_ERROR_STREAM_TASK_GROUP_STATUS,
+                           node.name +
+                               " would run with the arguments of an earlier replay: the event that the "
+                               "replay waits for is recorded before the update");
       }
+      if (!node.in_group) {
+        const bool follows_group = next > 0 && graph->nodes[next - 1].in_group;
+        gated = node.ready || (gated && !follows_group);
+      }
+      work = node.work;  // by value: an update may replace the node while others run
+      node.updated = false;
+      ++next;
+    }
+    try {
+      work();
+    } catch (...) {
+      Lock lock(g_mutex);
+      graph->replays.erase(this);
+      throw;
     }
   }
-};
+}
 
-}  // namespace
+void replace_work(Graph* graph, std::size_t position, std::function<void()> work) {
+  if (!g_graphs.has(graph)) return;
+  Node& node = graph->nodes.at(position);
+  for (const Replay* replay : graph->replays) {
+    if (replay->next > position)
+      throw RuntimeError(ACL_ERROR_STREAM_TASK_GROUP_STATUS,
+                         node.name +
+                             " is updated after the replay under way has run it: record the event that "
+                             "the replay waits for behind the update");
+    if (node.updated)
+      throw RuntimeError(ACL_ERROR_STREAM_TASK_GROUP_STATUS,
+                         node.name +
+                             " is updated again before the replay under way has run it: let the stream of "
+                             "updates wait for the replay's end");
+  }
+  node.work = std::move(work);
+  node.updated = true;
+}
 
 void append_node(Stream* stream, Node node) {
   Capture& capture = active_capture(stream);
@@ -174,6 +199,10 @@ aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI* graph) {
       throw RuntimeError(ACL_ERROR_RT_STREAM_CAPTURE_INVALIDATED,
                          "a call that is not allowed has broken the capture");
     check_joined(*capture);
+    for (const auto& item : capture->streams) {
+      require_stream_left(item.first->device);
+      ++capture->graph->num_streams;
+    }
     *graph = g_graphs.add(std::move(capture->graph));
   });
 }
@@ -196,7 +225,7 @@ aclError aclmdlRIExecuteAsync(aclmdlRI handle, aclrtStream stream_handle) {
                            "a graph cannot be replayed on a stream being captured");
       if (stream->update)
         throw RuntimeError(ACL_ERROR_STREAM_TASK_GROUP_STATUS, "a task group is being updated on the stream");
-      ++replay->graph->replays_under_way;
+      replay->graph->replays.insert(replay.get());
     }
     enqueue(stream, "aclmdlRIExecuteAsync", [replay] { return replay->run(); });
   });
@@ -211,7 +240,7 @@ aclError aclmdlRIDestroy(aclmdlRI handle) {
   return reporting("aclmdlRIDestroy", [&] {
     Lock lock(g_mutex);
     Graph* graph = g_graphs.get(handle);
-    if (graph->replays_under_way != 0)
+    if (!graph->replays.empty())
       throw RuntimeError(ACL_ERROR_RT_MODEL_RUNNING, "a replay of the graph still waits for an event");
     g_graphs.remove(handle);
   });
@@ -272,6 +301,7 @@ aclError aclmdlRICaptureTaskGrpEnd(aclrtStream handle, aclrtTaskGrp* group) {
     made->graph = capture.graph.get();
     made->begin = *std::exchange(stream->group_begin, std::nullopt);
     made->end = capture.graph->nodes.size();
+    for (std::size_t at = made->begin; at < made->end; ++at) capture.graph->nodes[at].in_group = true;
     if (made->begin == made->end)
       throw RuntimeError(ACL_ERROR_STREAM_TASK_GROUP_STATUS, "the task group has no work in it");
     *group = made.get();

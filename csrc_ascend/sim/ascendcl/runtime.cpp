@@ -1,6 +1,7 @@
 // The interface to the other libraries, the options, and the error message.
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <fstream>
 #include <iostream>
@@ -39,9 +40,24 @@ const Options& options() {
       number<int>("ASCEND_SIM_DEVICES", "1"),
       number<std::size_t>("ASCEND_SIM_MEMORY", "8589934592"),
       environment("ASCEND_SIM_SOC", "Ascend910B3"),
+      environment("ASCEND_SIM_CANN", "9.1"),
       number<double>("ASCEND_SIM_SYNC_TIMEOUT", "30"),
+      number<int>("ASCEND_SIM_LATE_ERRORS", "0") != 0,
+      environment("ASCEND_SIM_FAIL", ""),
+      number<std::size_t>("ASCEND_SIM_STREAMS", "2048"),
+      number<std::size_t>("ASCEND_SIM_EVENTS", "65536"),
   };
   return once;
+}
+
+int cann() {
+  const std::string& name = options().cann;
+  if (name == "8.5") return 805;
+  if (name == "9.0") return 900;
+  if (name == "9.1") return 901;
+  std::cerr << "[ascend-sim] ASCEND_SIM_CANN=" << name << " is not simulated: choose 8.5, 9.0 or 9.1"
+            << std::endl;
+  std::abort();
 }
 
 Soc soc() {
@@ -76,8 +92,29 @@ void poison(void* pointer, std::size_t bytes) {
   if (bytes % 2 != 0) static_cast<unsigned char*>(pointer)[bytes - 1] = 0x7F;
 }
 
+namespace {
+
+// Counts the runs of the operator that ASCEND_SIM_FAIL names, and fails the one that it asks for.
+std::function<void()> failing(const std::string& name, std::function<void()> work) {
+  const std::string& fails = options().fails;
+  const std::size_t colon = fails.rfind(':');
+  if (colon == std::string::npos || fails.compare(0, colon, name) != 0) return work;
+  static std::atomic<long> runs{0};
+  return [name, work = std::move(work), wanted = std::stol(fails.substr(colon + 1))] {
+    if (++runs == wanted)
+      throw RuntimeError(ACL_ERROR_RT_AICORE_EXCEPTION,
+                         name + " failed on the device, as ASCEND_SIM_FAIL asks");
+    work();
+  };
+}
+
+}  // namespace
+
 void submit(aclrtStream handle, std::string name, std::function<void()> work) {
+  work = failing(name, std::move(work));
   Stream* stream = nullptr;
+  Graph* updated = nullptr;
+  std::size_t position = 0;
   {
     Lock lock(g_mutex);
     stream = stream_of(handle);
@@ -88,18 +125,26 @@ void submit(aclrtStream handle, std::string name, std::function<void()> work) {
       if (at >= group->end)
         throw RuntimeError(ACL_ERROR_STREAM_TASK_GROUP_STATUS,
                            "the update of a task group brings more work than the group has: " + name);
-      Node& node = group->graph->nodes.at(at);
-      if (node.name != name)
+      const std::string& expected = group->graph->nodes.at(at).name;
+      if (expected != name)
         throw RuntimeError(ACL_ERROR_STREAM_TASK_GROUP_STATUS,
-                           "the update of a task group brings " + name + " where it has " + node.name);
-      node.work = std::move(work);
+                           "the update of a task group brings " + name + " where it has " + expected);
       ++update.position;
-      return;
-    }
-    if (stream->capture) {
+      updated = group->graph;
+      position = at;
+    } else if (stream->capture) {
       append_node(stream, {std::move(name), std::move(work)});
       return;
     }
+  }
+  if (updated != nullptr) {
+    // in the order of the stream: behind the events that it waits for
+    enqueue(stream, "the update of " + name, [=, work = std::move(work)]() mutable {
+      Lock lock(g_mutex);
+      replace_work(updated, position, std::move(work));
+      return true;
+    });
+    return;
   }
   enqueue(stream, std::move(name), [work = std::move(work)] {
     work();

@@ -33,7 +33,15 @@ struct Options {
   int devices;
   std::size_t memory;
   std::string soc_name;
+  std::string cann;
   double sync_timeout_s;
+  // failures of work show at the next synchronisation, and at all that follow
+  bool late_errors;
+  // operator and the number of the launch that fails, such as "aclnnMm:3"; empty: none
+  std::string fails;
+  // that a device has, those that graphs keep among them
+  std::size_t streams;
+  std::size_t events;
 };
 const Options& options();
 
@@ -54,6 +62,7 @@ class Registry {
     return found->second.get();
   }
   bool has(const void* handle) const { return live_.count(handle) != 0; }
+  std::size_t size() const { return live_.size(); }
   std::unique_ptr<T> remove(const void* handle) {
     get(handle);
     auto node = live_.extract(handle);
@@ -89,6 +98,9 @@ struct Node {
   std::function<bool()> ready = {};
   // the external event that it waits for, if it is one's
   const Event* wait = nullptr;
+  bool in_group = false;
+  // an update of its task group that no replay has used yet
+  bool updated = false;
 };
 
 struct TaskGroup {
@@ -97,11 +109,27 @@ struct TaskGroup {
   std::size_t end;
 };
 
+struct Replay;
+
 struct Graph {
   std::uint32_t id;
   std::vector<Node> nodes;
   std::vector<std::unique_ptr<TaskGroup>> groups;
-  int replays_under_way = 0;
+  // asked for and not finished
+  std::set<const Replay*> replays;
+  // those that it was captured on, which it keeps
+  std::size_t num_streams = 0;
+};
+
+// A replay in a stream; continues where it stopped at an external event that was not recorded yet.
+struct Replay {
+  Graph* graph;
+  std::size_t next = 0;
+  // since the last task group it has waited for an event, which tells that the next one is updated
+  bool gated = false;
+
+  // Runs what need not wait; returns whether the replay has ended.
+  bool run();
 };
 
 // Length of each stream's recorded work that is ordered before a point of the capture.
@@ -154,6 +182,8 @@ extern Registry<Stream> g_streams;
 extern Registry<Event> g_events;
 extern Registry<Graph> g_graphs;
 
+// Refuses another stream beyond the device's. Under the lock.
+void require_stream_left(int device);
 // The stream of a handle; null is the current device's default stream. Under the lock.
 Stream* stream_of(aclrtStream handle);
 bool is_default_stream(const Stream* stream);
@@ -171,6 +201,9 @@ void reach(Event* event, std::uint64_t number);
 
 // Adds a node to the graph that captures the stream. Under the lock.
 void append_node(Stream* stream, Node node);
+// An update of a node reaches its graph; RuntimeError if a replay under way needs what it replaces, or is past
+// it. Under the lock.
+void replace_work(Graph* graph, std::size_t position, std::function<void()> work);
 // Rejects a call that is not allowed while a graph is captured, and invalidates the captures. Without the lock.
 void refuse_while_capturing(const char* call);
 // The same for this stream only. Under the lock.

@@ -17,7 +17,21 @@ std::condition_variable g_progress;
 // nesting depth of tasks in this thread: work that submits work must not wait for it
 thread_local int t_depth = 0;
 
+}  // namespace
+
+void require_stream_left(int device) {
+  std::size_t used = 0;
+  g_streams.each([&](const Stream* stream) { used += stream->device == device; });
+  g_graphs.each([&](const Graph* graph) { used += graph->num_streams; });
+  if (used >= options().streams)
+    throw RuntimeError(ACL_ERROR_RT_NO_STREAM_RESOURCE, "the device's " + std::to_string(options().streams) +
+                                                            " streams are in use, by graphs too");
+}
+
+namespace {
+
 Stream* make_stream(int device, std::uint32_t flags) {
+  require_stream_left(device);
   auto stream = std::make_unique<Stream>();
   stream->id = g_next_stream_id++;
   stream->device = device;
@@ -103,7 +117,10 @@ void enqueue(Stream* stream, std::string name, std::function<bool()> run) {
     // another thread may be running the stream: its work and then this is done before the call returns
     g_progress.wait(lock, [&] { return task->done || !stream->running; });
   }
-  if (task->done && task->error) std::rethrow_exception(task->error);
+  if (task->done && task->error) {
+    if (!options().late_errors) std::rethrow_exception(task->error);
+    if (stream->failure.empty()) stream->failure = task->name + ": " + text_of(task->error);
+  }
   if (!task->done) {
     // it runs later, and the stream's next synchronisation reports its failure, as on the device
     task->run = [stream, inner = std::move(task->run), name = task->name] {
@@ -130,7 +147,9 @@ void drain(const std::vector<Stream*>& streams, double timeout_s) {
                                                                ": the event it waits for was never recorded");
     }
     if (!stream->failure.empty())
-      throw RuntimeError(ACL_ERROR_RT_AICORE_EXCEPTION, std::exchange(stream->failure, {}));
+      // a device that failed late has failed for good
+      throw RuntimeError(ACL_ERROR_RT_AICORE_EXCEPTION,
+                         options().late_errors ? stream->failure : std::exchange(stream->failure, {}));
   }
 }
 
