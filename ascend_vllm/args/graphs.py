@@ -64,7 +64,7 @@ def _reason_against(config: EngineConfig, *, asks: bool) -> str | None:
     Raises:
         ConfigError: INFER_MODE=PTA requires graphs that are not possible.
     """
-    model, size = config.model, config.parallel.tensor_parallel_size
+    model = config.model
     num_stages = config.parallel.pipeline_parallel_size
     if config.device.device == "cpu":
         return "no graphs are captured on CPU"
@@ -84,11 +84,6 @@ def _reason_against(config: EngineConfig, *, asks: bool) -> str | None:
                 f"INFER_MODE=PTA with --pipeline-parallel-size {num_stages}: stages run without graphs in this "
                 "version; unset INFER_MODE or use one stage."
             )
-        if size > 1:
-            raise ConfigError(
-                f"INFER_MODE=PTA with --tensor-parallel-size {size}: graphs do not reach over several NPUs in this "
-                "version; unset INFER_MODE or use one NPU."
-            )
         if flash:
             raise ConfigError(
                 f"INFER_MODE=PTA does not go with {flash}, whose operators cannot be replayed: unset one of them."
@@ -98,8 +93,6 @@ def _reason_against(config: EngineConfig, *, asks: bool) -> str | None:
         return f"{model.architecture} has them with INFER_MODE=PTA only"
     if num_stages > 1:
         return f"--pipeline-parallel-size {num_stages}, and stages run without them"
-    if size > 1:
-        return f"--tensor-parallel-size {size}, and they do not reach over several NPUs"
     return f"the attention operators of {flash} cannot be replayed" if flash else None
 
 

@@ -50,6 +50,23 @@ class SingleRank(Collectives):
         return x if x.shape[1] == num_columns else x[:, :num_columns].contiguous()
 
 
+# of this process, in the order in which they were made: compilers cannot trace calls of process groups, so that an op
+# takes a number
+_groups: list[Any] = []
+
+
+def _summed(x: torch.Tensor, group: int) -> torch.Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    _groups[group].allreduce([total]).wait()
+    return total
+
+
+_library: Any = torch.library.Library("ascend_vllm", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("all_reduce(Tensor x, int group) -> Tensor")
+_library.impl("all_reduce", _summed, "PrivateUse1")
+_library.impl("all_reduce", lambda x, _: torch.empty_like(x, memory_format=torch.contiguous_format), "Meta")
+
+
 class GroupCollectives(Collectives):
     """Collectives of a torch process group, in the summation order of the device's library.
 
@@ -61,9 +78,13 @@ class GroupCollectives(Collectives):
     def __init__(self, group: Any, size: int) -> None:
         self._group = group
         self._size = size
+        self._number = len(_groups)
+        _groups.append(group)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Collectives.all_reduce`; x is overwritten."""
+        """See `Collectives.all_reduce`; x is overwritten, except in compiled functions."""
+        if torch.compiler.is_compiling():
+            return torch.ops.ascend_vllm.all_reduce(x, self._number)  # type: ignore[no-any-return]
         self._group.allreduce([x]).wait()
         return x
 

@@ -70,6 +70,9 @@ class NpuPlatform(Platform):
         count = self._npu.device_count()
         if max(local_rank + 1, num_workers) > count:
             raise ConfigError(too_few_npus(max(local_rank + 1, num_workers), count))
+        if num_workers > 1 and envs.hccl_op_expansion_mode() is None:
+            # collectives that are kernels are captured as such; others take streams of the device in each graph
+            envs.export({"HCCL_OP_EXPANSION_MODE": "AIV"}, {})
         logger.info(
             "CANN: %s; NPU memory allocator: %s; CPU affinity of the workers: %s; HCCL's expansion mode: %s",
             envs.ascend_home_path() or "from the library path",

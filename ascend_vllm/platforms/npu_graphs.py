@@ -25,23 +25,33 @@ class NpuGraphRecorder(GraphRecorder):
         self._npu.synchronize()
         # attention takes lengths as host arguments, which a graph would keep: this records such calls so that replays
         # can update them
-        with self._npu.graph(graph, pool=self._pool, stream=self._stream, auto_dispatch_capture=True):
+        with self._npu.graph(
+            graph,
+            pool=self._pool,
+            stream=self._stream,
+            auto_dispatch_capture=True,
+            # HCCL watches its collectives from a thread of its own
+            capture_error_mode="thread_local",
+        ):
             work()
         return _NpuGraph(self._npu, graph)
 
 
 class _NpuGraph(DeviceGraph):
     def __init__(self, npu: Any, graph: Any) -> None:
-        self._npu = npu
         self._graph = graph
+        # that of all graphs, on which torch_npu updates operators
+        self._updates = graph.graph_dispatch_mode.update_stream
         self._done = npu.Event()
-        self._running = False
 
     def replay(self, host_arguments: Mapping[str, list[int]]) -> None:
-        if self._running:
-            # the arguments of a running replay must not be changed
-            self._done.synchronize()
-        self._graph.update(cpu_update_input=[dict(host_arguments)])
+        """See `DeviceGraph.replay`; the host does not wait.
+
+        The replay begins at once. Before each operator that has an update it waits for the event which is recorded
+        behind that update, so that the host prepares the updates of later layers while earlier ones run. Updates wait
+        for the end of this graph's last replay, which may still need what they replace.
+        """
         self._graph.replay()
+        self._updates.wait_event(self._done)
+        self._graph.update(cpu_update_input=[dict(host_arguments)])
         self._done.record()
-        self._running = True

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from ascend_vllm.errors import ConfigError
 from ascend_vllm.platforms import facts, get_platform, resolve_device
 from ascend_vllm.platforms.facts import NpuProbe, npu_unusable_reason
 from ascend_vllm.platforms.npu import NpuPlatform
+from ascend_vllm.platforms.npu_graphs import NpuGraphRecorder
 from ascend_vllm.worker.worker import Worker
 from tests.npu.processes import last_line, run
 from tests.npu.test_runtime_processes import SIM_RUN
@@ -128,6 +130,7 @@ import json
 import torch, torch_npu
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.platforms.npu import NpuPlatform
+from ascend_vllm.platforms.npu_graphs import NpuGraphRecorder
 
 def outcome(**options):
     try:
@@ -229,3 +232,53 @@ def test_another_chip_with_little_memory() -> None:
     assert (
         found["budget"].startswith("ConfigError") and "--max-num-batched-tokens or --max-num-seqs" in found["budget"]
     )
+
+
+def test_replays_of_a_graph_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host launches the next replay while the device is busy; each has its own lengths."""
+    npu: Any = torch.npu  # type: ignore[attr-defined]
+    calls: list[str] = []
+
+    def record(name: str) -> None:
+        plain = getattr(npu.NPUGraph, name)
+        monkeypatch.setattr(
+            npu.NPUGraph, name, lambda *args, **options: (calls.append(name), plain(*args, **options))
+        )
+
+    record("replay")
+    record("update")
+    query = torch.zeros(1, 4, 64, dtype=torch.float16, device="npu")
+    key = torch.zeros(1, 128, 2 * 64, dtype=torch.float16, device="npu")
+    # a query of zeros attends to all tokens alike, so that the result is their mean
+    value = torch.arange(128, dtype=torch.float16)[:, None].expand(128, 2 * 64).contiguous()[None].to("npu")
+    table = torch.zeros(1, 1, dtype=torch.int32, device="npu")
+    outputs: list[torch.Tensor] = []
+
+    def work() -> None:
+        outputs.append(
+            torch.ops.npu.npu_fused_infer_attention_score(
+                query,
+                key,
+                value,
+                actual_seq_lengths=[1],
+                actual_seq_lengths_kv=[1],
+                block_table=table,
+                num_heads=4,
+                num_key_value_heads=2,
+                input_layout="TND",
+                block_size=128,
+            )[0]
+        )
+
+    graph = NpuGraphRecorder(npu).capture(work)
+    busy, side = npu.ExternalEvent(), npu.Stream()
+    busy.wait(npu.current_stream())
+    results = []
+    for length in (5, 9, 101):
+        graph.replay({"actual_seq_lengths": [1], "actual_seq_lengths_kv": [length]})
+        results.append(outputs[0].clone())
+    assert not npu.current_stream().query()
+    busy.record(side)
+    assert [float(result.flatten()[0].cpu()) for result in results] == [2.0, 4.0, 50.0]
+    # the device begins while the host prepares the updates
+    assert calls == ["replay", "update"] * 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import pathlib
 
 import httpx
 import psutil
@@ -24,11 +25,11 @@ from tests.worker.worker_driver import GREEDY, generate, make_prompt, started_wo
 
 SERVE = "ascend_vllm.entrypoints.cli serve"
 FLAGS = ["--device", "npu", "--dtype", "float16", "--num-gpu-blocks-override", "64", "--swap-space", "0"]
-FLAGS += ["--max-model-len", "256", "--max-num-seqs", "4", "--enforce-eager", "--served-model-name", "tiny"]
+FLAGS += ["--max-model-len", "256", "--max-num-seqs", "4", "--served-model-name", "tiny"]
 LENGTH = 12
 # what is measured with the largest step before the cache is made, and captured
 SMALL_STEPS = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "max_model_len": 256}
-HCCL = {"HCCL_OP_EXPANSION_MODE": "AIV", "HCCL_IF_IP": "127.0.0.1", "HCCL_BUFFSIZE": "64"}
+HCCL = {"HCCL_IF_IP": "127.0.0.1", "HCCL_BUFFSIZE": "64"}
 
 
 def test_a_pipeline_with_two_devices() -> None:
@@ -45,8 +46,8 @@ def test_a_pipeline_with_two_devices() -> None:
 
 
 def test_a_server_with_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its texts equal those of one worker; by default its workers have HCCL's variables and cores of their own; and
-    the server ends when a worker dies.
+    """It decodes by graphs with collectives in them, and its texts equal those of one worker that runs operators; by
+    default its workers have HCCL's variables and cores of their own; and the server ends when a worker dies.
     """
     # each has two query heads and one of keys, of 64, four of the experts, and half of the MLP beside them
     model, prompt = tiny_model("qwen2-moe-64"), make_prompt(40)
@@ -70,6 +71,8 @@ def test_a_server_with_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(workers) == 2
         for worker_process in workers:
             assert HCCL.items() <= worker_process.environ().items()
+        assert "Decoding replays captured graphs of 2, 4 sequences" in server.log
+        assert "Captured 2 graphs" in server.log
         assert "CPU affinity of the workers: 1; HCCL's expansion mode: AIV" in server.log
         first, second = (set(cores_of_launches(worker_process.pid)) for worker_process in workers)
         assert first and second and not first & second and first | second <= os.sched_getaffinity(0)
@@ -78,6 +81,29 @@ def test_a_server_with_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         assert server.wait_exit() == 1
         assert server.orphans() == []
         assert f"worker 1 (process {workers[1].pid}) was killed by signal 9" in server.log
+    finally:
+        server.close()
+
+
+@pytest.mark.exhaustive
+def test_compiled_graphs_with_two_devices(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start that the sources describe: graphs of torchair, decode gears and two cards."""
+    model, prompt = tiny_model("qwen2-64"), make_prompt(40)
+    worker = started_worker(model, device="npu", dtype="float16", block_size=128, num_gpu_blocks_override=64)
+    expected = generate(worker, prompt, GREEDY, LENGTH)
+    monkeypatch.delenv("CPU_AFFINITY_CONF", raising=False)
+    gears = {"PTA_TORCHAIR_DECODE_GEAR_ENABLE": "1", "PTA_TORCHAIR_DECODE_GEAR_LIST": "4"}
+    cache = {"INFER_MODE": "PTA", "TORCHAIR_CACHE_HOME": str(tmp_path)}
+    server = Server(SERVE, [model, "--tensor-parallel-size", "2", *FLAGS], {"OMP_NUM_THREADS": "1", **gears, **cache})
+    try:
+        server.wait_ready(300)
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
+            answer = http.post("/v1/completions", json=body | {"return_token_ids": True}).json()
+        assert answer["choices"][0]["token_ids"] == expected, server.log
+        compiled = [path.read_bytes().decode("latin1") for path in tmp_path.rglob("compiled_module")]
+        assert len(compiled) == 2
+        assert all("ascend_vllm.all_reduce.default" in text for text in compiled)
     finally:
         server.close()
 
