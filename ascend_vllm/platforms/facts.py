@@ -90,6 +90,57 @@ def npu_facts(soc: str) -> DeviceFacts | None:
     return None
 
 
+# What releases of CANN before a version lack of what this server calls, the newest first; whether models run all the
+# same. Sources: the history of CANN's ops-transformer and ops-nn, and torch_npu's cast of formats.
+_CANN_GAPS = (
+    (
+        (9, 1),
+        True,
+        "weights are cast to FRACTAL_NZ by the graph engine, which needs the Python packages of its compiler",
+    ),
+    ((9, 0), False, "attention over blocks has no sliding window, and blocks of 128 tokens only"),
+    ((8, 5), False, "attention over blocks takes bfloat16 only, and rotary embedding heads of 128 only"),
+)
+# of torch_npu 2.13, the release that the package is built for, and of the driver
+CANN_WANTED = "9.1.0"
+DRIVER_WANTED = "25.5.1"
+
+
+@dataclasses.dataclass(frozen=True)
+class CannFacts:
+    """What a version of CANN means for this server.
+
+    Attributes:
+        refusal: why models do not run with it, as a sentence that says what to do; None if they do.
+        warning: what is missing although models run, likewise.
+    """
+
+    refusal: str | None = None
+    warning: str | None = None
+
+    @classmethod
+    def of(cls, version: str) -> CannFacts:
+        """Facts of a version such as "9.1.0" or "8.1.RC1"; without any if it is not known.
+
+        Example::
+
+            CannFacts.of("9.1.RC1")     # CannFacts(refusal=None, warning=None)
+        """
+        numbers = version_numbers(version)
+        gaps = [(works, gap) for least, works, gap in _CANN_GAPS if numbers and numbers[:2] < least]
+        if not gaps:
+            return cls()
+        missing = "; ".join(gap for _, gap in gaps)
+        sentence = f"CANN {version} is older than {CANN_WANTED}, which torch_npu 2.13 needs: {missing}. Install it."
+        return cls(warning=sentence) if all(works for works, _ in gaps) else cls(refusal=sentence)
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Leading numbers of a version: "8.1.RC1" → (8, 1); () if there are none."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
 @dataclasses.dataclass(frozen=True)
 class NpuProbe:
     """What CANN's runtime says of the NPUs.
@@ -97,6 +148,7 @@ class NpuProbe:
     Attributes:
         count: NPUs that may be used, after ASCEND_RT_VISIBLE_DEVICES.
         soc: their kind, such as "Ascend910B3".
+        cann: version of CANN, such as "9.1.0"; empty if it is not known.
         error: why it cannot be asked, as a clause; empty if it answered.
         free_bytes: of the first NPU's memory; 0 unless asked for.
         total_bytes: likewise.
@@ -105,6 +157,7 @@ class NpuProbe:
     count: int = 0
     soc: str = ""
     error: str = ""
+    cann: str = ""
     free_bytes: int = 0
     total_bytes: int = 0
 
@@ -152,6 +205,8 @@ def npu_unusable_reason() -> str | None:
             f"--device npu: there is no NPU to use, {chosen}. Give the container its /dev/davinci devices, count "
             "ASCEND_RT_VISIBLE_DEVICES from 0 within it, and see `ascend-vllm doctor`; or use --device cpu."
         )
+    if (cann := CannFacts.of(found.cann)).refusal:
+        return f"--device npu: {cann.refusal} Use --device cpu until then."
     if npu_facts(found.soc) is None:
         return f"--device npu: models run on {_NPU_FAMILIES}, and this is an {found.soc}. Use --device cpu."
     return None

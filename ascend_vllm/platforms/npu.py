@@ -15,7 +15,7 @@ from ascend_vllm import envs
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
-from ascend_vllm.platforms.facts import NPU, npu_facts, npu_unusable_reason, probe_npus, too_few_npus
+from ascend_vllm.platforms.facts import NPU, CannFacts, npu_facts, npu_unusable_reason, probe_npus, too_few_npus
 from ascend_vllm.platforms.host import LOOPBACK, usable_cores
 from ascend_vllm.platforms.interface import GraphRecorder, Platform
 from ascend_vllm.platforms.npu_compiler import NpuGraphCompiler
@@ -67,6 +67,8 @@ class NpuPlatform(Platform):
             ConfigError: torch_npu or CANN is missing or broken, there is no such NPU, or models do not run on it.
         """
         self._npu = _import_torch_npu().npu
+        if refusal := CannFacts.of(str(self._npu.utils.get_cann_version())).refusal:
+            raise ConfigError(f"--device npu: {refusal}")
         count = self._npu.device_count()
         if max(local_rank + 1, num_workers) > count:
             raise ConfigError(too_few_npus(max(local_rank + 1, num_workers), count))
@@ -92,6 +94,8 @@ class NpuPlatform(Platform):
             self._free_at_start, total = self._npu.mem_get_info(self._device)
         except RuntimeError as error:
             raise ConfigError(f"--device npu: NPU {local_rank} does not answer: {error}. {_WHAT_TO_DO}") from error
+        if warning := CannFacts.of(str(self._npu.utils.get_cann_version())).warning:
+            logger.warning("%s", warning)
         self._take_facts(properties)
         torch.set_num_threads(
             envs.omp_num_threads() or max(1, usable_cores() // (max(count, num_workers) * num_engines))

@@ -39,6 +39,23 @@ def _check(runtime: ctypes.CDLL, call: str, code: int) -> None:
         raise _CallError(f"{call} of CANN failed with {code}" + (f": {message}" if message else ""))
 
 
+class _PackageVersion(ctypes.Structure):
+    """aclCANNPackageVersion."""
+
+    _fields_ = (("version", ctypes.c_char * 128), ("rest", ctypes.c_char * (4 * 64 + 128)))
+
+
+def _cann_version(runtime: ctypes.CDLL) -> str:
+    """Such as "9.1.0"; empty if the runtime does not tell."""
+    version = _PackageVersion()
+    try:
+        # ACL_PKG_NAME_CANN
+        code = runtime.aclsysGetCANNVersion(0, ctypes.byref(version))
+    except AttributeError:
+        return ""
+    return bytes(version.version).decode(errors="replace") if code == 0 else ""
+
+
 def probe(*, with_memory: bool) -> dict[str, object]:
     """What the runtime reports about the devices.
 
@@ -46,7 +63,7 @@ def probe(*, with_memory: bool) -> dict[str, object]:
         with_memory: bind to the first device and ask for its memory.
 
     Returns:
-        "count", "soc"; with memory "free_bytes" and "total_bytes"; or "error" alone, as a clause.
+        "count", "soc", "cann"; with memory "free_bytes" and "total_bytes"; or "error" alone, as a clause.
     """
     try:
         runtime = _load()
@@ -54,6 +71,7 @@ def probe(*, with_memory: bool) -> dict[str, object]:
         count = ctypes.c_uint32()
         _check(runtime, "aclrtGetDeviceCount", runtime.aclrtGetDeviceCount(ctypes.byref(count)))
         found: dict[str, object] = {"count": count.value, "soc": (runtime.aclrtGetSocName() or b"").decode()}
+        found["cann"] = _cann_version(runtime)
         if with_memory and count.value:
             free, total = ctypes.c_size_t(), ctypes.c_size_t()
             _check(runtime, "aclrtSetDevice", runtime.aclrtSetDevice(0))

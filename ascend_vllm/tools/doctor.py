@@ -23,17 +23,25 @@ from typing import Literal
 
 from ascend_vllm import envs
 from ascend_vllm.args.parser import FlexibleArgumentParser
-from ascend_vllm.platforms.facts import NpuProbe, npu_facts, probe_npus
+from ascend_vllm.platforms.facts import (
+    CANN_WANTED,
+    DRIVER_WANTED,
+    CannFacts,
+    NpuProbe,
+    npu_facts,
+    probe_npus,
+    version_numbers,
+)
 
 Level = Literal["ok", "warning", "problem"]
 
 _OLDEST_PYTHON = (3, 11)
-_OLDEST_CANN_MAJOR = 8
-# with older drivers, graphs of many layers need more streams than there are
-_DRIVER_FOR_GRAPHS = (25, 5, 1)
+# what the operator compiler of CANN's graph engine imports in the server's process, and npugraph_ex beside it
+_COMPILER_PACKAGES = ("attrs", "cloudpickle", "decorator", "protobuf", "psutil", "scipy")
 _HCCL_EXPANSION_MODES = ("AIV", "AI_CPU", "HOST", "HOST_TS")
 _HCCL_SECONDS = ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT")
-_TOOLKITS = ("ascend-toolkit", "cann", "ascend-toolkit/latest", "latest")
+# where CANN is installed; since 8.5 in "cann"
+_TOOLKITS = ("cann", "ascend-toolkit", "ascend-toolkit/latest", "latest")
 _DEVICE_FILES = ("davinci_manager", "devmm_svm", "hisi_hdc")
 
 
@@ -91,6 +99,7 @@ def examine(machine: Machine) -> list[Finding]:
         _python,
         _torch,
         _torch_npu,
+        _compiler_packages,
         _driver,
         _device_files,
         _cann,
@@ -155,6 +164,18 @@ def _torch_npu(machine: Machine) -> Iterator[Finding]:
         yield Finding("torch_npu", "ok", version)
 
 
+def _compiler_packages(machine: Machine) -> Iterator[Finding]:
+    if _version(machine, "torch_npu") is None:
+        # one command at a time
+        return
+    missing = [name for name in _COMPILER_PACKAGES if _version(machine, name) is None]
+    if missing:
+        advice = f"{_install(' '.join(missing))}: operators that CANN compiles when they are first called import them"
+        yield Finding("packages of CANN's compiler", "warning", f"{', '.join(missing)} missing", advice)
+    else:
+        yield Finding("packages of CANN's compiler", "ok", f"{len(_COMPILER_PACKAGES)} installed")
+
+
 def _driver(machine: Machine) -> Iterator[Finding]:
     path = machine.ascend / "driver" / "version.info"
     tool = shutil.which("npu-smi", path=machine.variables.get("PATH", ""))
@@ -163,9 +184,11 @@ def _driver(machine: Machine) -> Iterator[Finding]:
     if version is None:
         known = "npu-smi is there, but its version is not" if tool else "not found"
         yield Finding("driver", "warning" if tool else "problem", f"{known} ({path})", mount)
-    elif _numbers(version) < _DRIVER_FOR_GRAPHS:
-        wanted = ".".join(map(str, _DRIVER_FOR_GRAPHS))
-        yield Finding("driver", "warning", version, f"graph mode may run out of streams; {wanted} or newer has more")
+    elif version_numbers(version) < version_numbers(DRIVER_WANTED):
+        advice = (
+            f"install {DRIVER_WANTED} or newer, which CANN {CANN_WANTED} needs: graphs run out of streams with this"
+        )
+        yield Finding("driver", "problem", version, advice)
     else:
         yield Finding("driver", "ok", version)
     if tool is None:
@@ -209,11 +232,12 @@ def _cann(machine: Machine) -> Iterator[Finding]:
     elif not toolkit.is_dir():
         yield Finding("CANN", "problem", f"ASCEND_HOME_PATH={toolkit} is not there", source)
     else:
-        version = _cann_version(toolkit)
-        if version is None:
+        version = _cann_version(toolkit) or machine.probe().cann
+        facts = CannFacts.of(version)
+        if not version:
             yield Finding("CANN", "warning", f"no version in {toolkit}", "check that the installation is complete")
-        elif _numbers(version) < (_OLDEST_CANN_MAJOR,):
-            yield Finding("CANN", "problem", version, f"install {_OLDEST_CANN_MAJOR}.0 or newer")
+        elif advice := facts.refusal or facts.warning:
+            yield Finding("CANN", "problem" if facts.refusal else "warning", version, advice)
         else:
             yield Finding("CANN", "ok", version)
     error = machine.probe().error
@@ -315,11 +339,6 @@ def _value_of(path: pathlib.Path, key: str) -> str | None:
     """The text behind "key=" in a file."""
     found = re.search(rf"^{key}\s*=\s*(\S+)", _text(path), re.MULTILINE)
     return found[1] if found else None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """ "8.1.RC1" → (8, 1)."""
-    return tuple(int(part) for part in re.match(r"[\d.]*", version)[0].split(".") if part)  # type: ignore[index]
 
 
 def add_arguments(parser: FlexibleArgumentParser) -> None:

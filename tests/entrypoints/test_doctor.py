@@ -21,10 +21,14 @@ from tests.server import ROOT
 VERSIONS = {"torch": "2.13.0+cpu", "torch_npu": "2.13.0.post1"}
 
 
+# that CANN's compiler imports
+PACKAGES = dict.fromkeys(("attrs", "cloudpickle", "decorator", "protobuf", "psutil", "scipy"), "1.0")
+
+
 def version_of(package: str, versions: dict[str, str] = VERSIONS) -> str:
-    if package not in versions:
+    if package not in PACKAGES | versions:
         raise importlib.metadata.PackageNotFoundError(package)
-    return versions[package]
+    return (PACKAGES | versions)[package]
 
 
 def write(path: pathlib.Path, text: str = "") -> pathlib.Path:
@@ -36,9 +40,9 @@ def write(path: pathlib.Path, text: str = "") -> pathlib.Path:
 @pytest.fixture
 def machine(tmp_path: pathlib.Path) -> Machine:
     """Nothing is wrong with it."""
-    toolkit = tmp_path / "Ascend" / "ascend-toolkit" / "latest"
-    write(toolkit / "version.cfg", "# version\nruntime_running_version=[7.7.0.1.238:8.5.0]\n")
-    write(toolkit.parent / "set_env.sh")
+    toolkit = tmp_path / "Ascend" / "cann"
+    write(toolkit / "version.cfg", "# version\nruntime_running_version=[7.9.0.1.238:9.1.0]\n")
+    write(toolkit / "set_env.sh")
     write(toolkit / "lib64" / "libascendcl.so")
     write(tmp_path / "Ascend" / "driver" / "version.info", "Version=25.5.1\nascendhal_version=7.35.23\n")
     write(tmp_path / "bin" / "npu-smi").chmod(0o755)
@@ -68,7 +72,8 @@ def complaints(machine: Machine) -> dict[str, Finding]:
 def test_a_machine_without_faults(machine: Machine) -> None:
     assert complaints(machine) == {}
     found = {finding.name: finding.found for finding in examine(machine)}
-    assert found["CANN"] == "8.5.0"
+    assert found["CANN"] == "9.1.0"
+    assert found["packages of CANN's compiler"] == "6 installed"
     assert found["driver"] == "25.5.1"
     assert found["NPUs"] == "2 x Ascend910B3"
     assert found["CANN runtime"].endswith("lib64/libascendcl.so")
@@ -97,7 +102,7 @@ def test_an_environment_that_was_not_set_up(machine: Machine) -> None:
     probe = NpuProbe(error="libascendcl.so of CANN cannot be loaded (no such file)")
     bare = dataclasses.replace(machine, variables={"PATH": "/nowhere"}, probe=lambda: probe)
     found = complaints(bare)
-    script = machine.ascend / "ascend-toolkit" / "set_env.sh"
+    script = machine.ascend / "cann" / "set_env.sh"
     assert (
         found["CANN"].advice == found["CANN runtime"].advice == f"source {script} in the shell that starts the server"
     )
@@ -128,8 +133,43 @@ def test_old_versions(machine: Machine) -> None:
     write(machine.ascend / "driver" / "version.info", "Version=24.1.rc2\n")
     found = complaints(machine)
     assert (found["CANN"].level, found["CANN"].found) == ("problem", "7.0.RC1")
-    assert (found["driver"].level, found["driver"].found) == ("warning", "24.1.rc2")
-    assert "25.5.1 or newer" in found["driver"].advice
+    assert (found["driver"].level, found["driver"].found) == ("problem", "24.1.rc2")
+    assert "install 25.5.1 or newer, which CANN 9.1.0 needs" in found["driver"].advice
+
+
+@pytest.mark.parametrize(
+    ("version", "level", "missing"),
+    [
+        ("8.3.RC1", "problem", "attention over blocks takes bfloat16 only, and rotary embedding heads of 128 only"),
+        ("8.5.0", "problem", "attention over blocks has no sliding window, and blocks of 128 tokens only"),
+        ("9.0.0", "warning", "weights are cast to FRACTAL_NZ by the graph engine"),
+        ("9.1.RC1", None, ""),
+        ("10.0.0", None, ""),
+    ],
+)
+def test_what_versions_of_cann_lack(machine: Machine, version: str, level: str | None, missing: str) -> None:
+    assert machine.toolkit is not None
+    write(machine.toolkit / "version.cfg", f"runtime_running_version=[7.7.0.1.238:{version}]\n")
+    found = complaints(machine)
+    assert [(finding.name, finding.level) for finding in found.values()] == ([("CANN", level)] if level else [])
+    assert all(missing in finding.advice for finding in found.values())
+    # what the runtime says counts where no file does
+    write(machine.toolkit / "version.cfg", "")
+    probe = NpuProbe(count=2, soc="Ascend910B3", cann=version)
+    assert complaints(dataclasses.replace(machine, probe=lambda: probe)) == found
+
+
+def test_packages_of_the_compiler(machine: Machine) -> None:
+    packages = {
+        name: version for name, version in (PACKAGES | VERSIONS).items() if name not in ("scipy", "decorator")
+    }
+
+    def found_version(package: str) -> str:
+        return packages[package] if package in packages else version_of("", {})
+
+    found = complaints(dataclasses.replace(machine, version_of=found_version))["packages of CANN's compiler"]
+    assert (found.level, found.found) == ("warning", "decorator, scipy missing")
+    assert "pip install decorator scipy`" in found.advice
 
 
 def test_devices_that_are_missing_or_closed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
