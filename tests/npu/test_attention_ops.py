@@ -151,6 +151,13 @@ def batched(rows: int, keys: int, layout: str) -> tuple[Sequences, Tensor, Tenso
     return sequences, arranged(sequences.query), arranged(sequences.key), arranged(sequences.value)
 
 
+def in_bytes(numbers: Tensor, axes: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Numbers as int8 with a float32 scale for what lies along `axes`, which stay with size 1; NaN becomes 0."""
+    numbers = numbers.float().nan_to_num()
+    scales = numbers.abs().amax(axes, keepdim=True).clamp_min(1e-3) / 127
+    return (numbers / scales).round().to(torch.int8), scales
+
+
 def packed_again(out: Tensor, layout: str) -> Tensor:
     if layout.endswith("BSH"):
         out = out.view(*out.shape[:2], 4, -1)
@@ -227,6 +234,62 @@ class TestBatchedLayouts:
             block_size=128,
             actual_seq_lengths_kv=[150, 150],
         )
+        sequences.check(packed_again(out.cpu(), layout))
+
+    @pytest.mark.parametrize("dtype", HALFS, ids=["float16", "bfloat16"])
+    def test_keys_in_bytes_with_scales_in_blocks(self, dtype: torch.dtype) -> None:
+        sequences = Sequences([1, 1], [150, 33], (4, 2), 64, dtype)
+        key, value, table = sequences.paged(64, "BNBD")
+        (keys, key_scales), (values, value_scales) = in_bytes(key, -1), in_bytes(value, -1)
+        out, _ = fused(
+            sequences,
+            sequences.query[:, :, None],
+            keys,
+            values,
+            input_layout="BNSD",
+            block_table=table.npu(),
+            block_size=64,
+            actual_seq_lengths_kv=[150, 33],
+            key_antiquant_scale=key_scales[..., 0].npu(),
+            value_antiquant_scale=value_scales[..., 0].npu(),
+            key_antiquant_mode=5,
+            value_antiquant_mode=5,
+        )
+        for tensor, scales in ((sequences.key, -1), (sequences.value, -1)):
+            rounded, scale = in_bytes(tensor, scales)
+            tensor.copy_(rounded * scale)
+        close(out.cpu()[:, :, 0], sequences.expected()[0], sequences.expected(dtype)[0])
+
+    @pytest.mark.parametrize(("layout", "form"), [("BSH", "BBH"), ("BSND", "BBH"), ("BNSD", "BNBD")])
+    @takes("aclnnFusedInferAttentionScoreV3")
+    def test_keys_in_bytes_with_scales_of_channels(self, layout: str, form: str) -> None:
+        """With offsets: a number is (byte + offset) * scale."""
+        sequences, query, _, _ = batched(1, 150, layout)
+        scales, offsets = torch.rand(2, 2, 64).half() / 40, torch.randint(-9, 9, (2, 2, 64)).half()
+        halves = (sequences.key, sequences.value)
+        for half, scale, offset in zip(halves, scales, offsets, strict=True):
+            half.copy_((half.float() / scale.float() - offset).round().clamp(-128, 127))
+        key, value, table = sequences.paged(128, form)
+        shape = {"BSH": [128], "BSND": [1, 2, 64], "BNSD": [2, 1, 64]}[layout]
+        key_scale, value_scale, key_offset, value_offset = (
+            one.view(shape).npu() for pair in (scales, offsets) for one in pair
+        )
+        out, _ = fused(
+            sequences,
+            query,
+            key.nan_to_num().to(torch.int8),
+            value.nan_to_num().to(torch.int8),
+            input_layout=layout,
+            block_table=table.npu(),
+            block_size=128,
+            actual_seq_lengths_kv=[150, 150],
+            key_antiquant_scale=key_scale,
+            key_antiquant_offset=key_offset,
+            value_antiquant_scale=value_scale,
+            value_antiquant_offset=value_offset,
+        )
+        for half, scale, offset in zip(halves, scales, offsets, strict=True):
+            half.copy_((half.float() + offset.float()) * scale.float())
         sequences.check(packed_again(out.cpu(), layout))
 
     def test_a_positional_bias(self) -> None:

@@ -58,6 +58,24 @@ LATENT_PACKED: dict[str, Any] = LATENT | {
     "atten_mask": TRIANGLE,
     "sparse_mode": 3,
 }
+# one token each of two sequences over bytes whose scales are in blocks, too
+IN_BYTES: dict[str, Any] = PAGED | {
+    "query": half(2, 4, 1, 64),
+    "key": torch.ones(6, 2, 128, 64, dtype=torch.int8),
+    "value": torch.ones(6, 2, 128, 64, dtype=torch.int8),
+    "key_antiquant_scale": torch.ones(6, 2, 128),
+    "value_antiquant_scale": torch.ones(6, 2, 128),
+    "key_antiquant_mode": 5,
+    "value_antiquant_mode": 5,
+    "atten_mask": None,
+    "sparse_mode": 0,
+    "input_layout": "BNSD",
+    "actual_seq_lengths": None,
+}
+# likewise, with scales of channels
+OF_CHANNELS = {"key_antiquant_mode": 0, "value_antiquant_mode": 0} | {
+    f"{half_of_cache}_antiquant_scale": half(2, 1, 64) for half_of_cache in ("key", "value")
+}
 FUSED = "aclnnFusedInferAttentionScoreV3"
 # name of a correct call → its operator, torch_npu's function, and the arguments
 CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -83,6 +101,8 @@ CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "actual_seq_lengths_kv": None,
         },
     ),
+    "fused, bytes": (FUSED, "npu_fused_infer_attention_score", IN_BYTES),
+    "fused, channels": (FUSED, "npu_fused_infer_attention_score", IN_BYTES | OF_CHANNELS),
     "fused, latent": (FUSED, "npu_fused_infer_attention_score", LATENT),
     "fused, packed latent": (FUSED, "npu_fused_infer_attention_score", LATENT_PACKED),
     "latent cache": (
@@ -216,6 +236,37 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any]]]] = {
             "block_size",
             {"query": half(5, 4, 96), "key": half(6, 256, 192), "value": half(6, 256, 192), "block_size": 256},
         ),
+    ],
+    "fused, bytes": [
+        ("key_antiquant_scale", {"key_antiquant_scale": half(6, 2, 128)}),
+        ("key_antiquant_scale", {"key_antiquant_scale": torch.ones(6, 128, 2)}),
+        ("key_antiquant_scale", {"key_antiquant_mode": 4, "value_antiquant_mode": 4}),
+        ("value_antiquant_scale", {"value_antiquant_scale": None}),
+        ("value_antiquant_scale", {"value_antiquant_mode": 4}),
+        ("key_antiquant_offset", {"key_antiquant_offset": torch.ones(6, 2, 64)}),
+        ("key", {"key_antiquant_scale": None, "value_antiquant_scale": None}),
+        ("key", {"key": half(6, 2, 128, 64)}),
+        ("value", {"value": half(6, 2, 128, 64)}),
+        # the order of axes of the other layouts
+        ("key", {"key": IN_BYTES["key"].view(6, 128, 128), "value": IN_BYTES["value"].view(6, 128, 128)}),
+        # several rows of a sequence
+        ("query", {"query": half(2, 4, 2, 64)}),
+        (
+            "query",
+            {"query": half(2, 4, 1, 48)} | {k: IN_BYTES["key"][..., :48].contiguous() for k in ("key", "value")},
+        ),
+        ("input_layout", {"query": half(2, 4, 64), "input_layout": "TND", "actual_seq_lengths": [1, 2]}),
+        (
+            "block_size",
+            {k: torch.ones(6, 2, 16, 64, dtype=torch.int8) for k in ("key", "value")}
+            | {k: torch.ones(6, 2, 16) for k in ("key_antiquant_scale", "value_antiquant_scale")}
+            | {"block_size": 16, "actual_seq_lengths_kv": [3, 20]},
+        ),
+    ],
+    "fused, channels": [
+        ("key_antiquant_scale", {"key_antiquant_scale": torch.ones(2, 1, 64)}),
+        ("key_antiquant_scale", {"key_antiquant_scale": half(2, 64)}),
+        ("value_antiquant_scale", {"value_antiquant_scale": half(1)}),
     ],
     "fused, latent": [
         ("query", {"query": half(2, 8, 1, 256), "key": half(6, 1, 128, 256), "value": half(6, 1, 128, 256)}),

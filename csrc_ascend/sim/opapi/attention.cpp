@@ -42,8 +42,12 @@ void put_rows(const at::Tensor& tensor, Axes axes, int64_t sequence, const Span&
   rows_of(tensor, axes, sequence, span, rows.size(0)).copy_(rows);
 }
 
-at::Tensor key_rows(const AttentionCall& call, const In& tensor, int64_t sequence, const Span& span) {
-  if (!call.paged()) return rows_of(tensor, call.axes, sequence, span, call.kv_heads);
+at::Tensor key_rows(const AttentionCall& call, const In& tensor, int64_t sequence, const Span& span,
+                    const KvScales& scales = {}) {
+  if (!call.paged()) {
+    const at::Tensor rows = rows_of(tensor, call.axes, sequence, span, call.kv_heads);
+    return scales.scale ? dequantised(call, scales, rows, {}) : rows;
+  }
   const CacheShape shape = cache_shape(tensor, call.kv_heads);
   const int64_t count = blocks_for(span.length, shape.block_size);
   const int32_t* row = call.block_table->const_data_ptr<int32_t>() + sequence * call.block_table->size(1);
@@ -53,7 +57,8 @@ at::Tensor key_rows(const AttentionCall& call, const In& tensor, int64_t sequenc
             "block " + std::to_string(id) + " of sequence " + std::to_string(sequence) + " is not one of the " +
                 std::to_string(shape.blocks) + " blocks of the cache");
   }
-  return cached_rows(tensor, shape, ids, span.length);
+  const at::Tensor rows = cached_rows(tensor, shape, ids, span.length);
+  return scales.scale ? dequantised(call, scales, rows, ids) : rows;
 }
 
 // The full mask of one sequence, (1 or heads, rows, keys).
@@ -140,8 +145,8 @@ Attended attend_sequence(const AttentionCall& call, int64_t sequence, const Span
     key_rope = key_rows(call, *call.key_rope, sequence, seen);
   }
   const at::Tensor query = joined(rows_of(call.query, call.axes, sequence, own, call.heads), query_rope);
-  const at::Tensor key = joined(key_rows(call, call.key, sequence, seen), key_rope);
-  const at::Tensor value = key_rows(call, call.value, sequence, seen).to(at::kFloat);
+  const at::Tensor key = joined(key_rows(call, call.key, sequence, seen, call.key_scales), key_rope);
+  const at::Tensor value = key_rows(call, call.value, sequence, seen, call.value_scales).to(at::kFloat);
 
   // bfloat16 has no high-performance mode, and a positional bias forces the high-precision one.
   const bool fast = call.query.scalar_type() == at::kHalf && (call.inner_precise & 1) && !call.pse;

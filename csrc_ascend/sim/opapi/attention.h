@@ -25,6 +25,16 @@ struct AttentionNames {
   std::string lse = "softmax_lse";
 };
 
+// How numbers of a key or value in one byte become floats: (byte + offset) * scale.
+struct KvScales {
+  Maybe scale, offset;
+  // kPerChannel or kPagedPerTokenHead; -1: there are none.
+  int64_t mode = -1;
+  std::string name;  // of the argument `scale`
+};
+constexpr int64_t kPerChannel = 0;         // or one for all; in the dtype of the query
+constexpr int64_t kPagedPerTokenHead = 5;  // (blocks, N, block size), float32
+
 // Rows of one sequence: where they start among the T tokens (0 if the layout has a batch axis) and how many.
 struct Span {
   int64_t start;
@@ -36,6 +46,7 @@ struct AttentionCall {
   In query, key, value;
   Maybe pse, mask, block_table, query_rope, key_rope, sink;
   MaybeInts query_lengths, kv_lengths;
+  KvScales key_scales, value_scales;
   int64_t heads = 0, kv_heads = 0;
   double scale = 1.0;
   int64_t pre = 0, next = 0;
@@ -59,6 +70,7 @@ struct AttentionCall {
 
   bool paged() const { return block_table.has_value(); }
   bool packed() const { return axes == Axes::TND || axes == Axes::NTD; }
+  bool quantised() const { return key_scales.mode >= 0; }
   bool has_rope() const { return query_rope.has_value(); }
 };
 
@@ -75,6 +87,12 @@ void require_dense(const AttentionCall& call);
 
 // Rejects quantisation and padding arguments that the simulated operator does not support.
 void require_absent(const Maybe& tensor);
+
+// Keys and values in one byte each: what the fused operator takes of them.
+void require_quantised_kv(const AttentionCall& call);
+// Rows of one sequence as floats. `bytes` (heads, length, dim) are the rows, `ids` its blocks on the host.
+at::Tensor dequantised(const AttentionCall& call, const KvScales& scales, const at::Tensor& bytes,
+                       at::IntArrayRef ids);
 
 // The work: reads the tensors of the call and writes its output.
 void attend(const AttentionCall& call);

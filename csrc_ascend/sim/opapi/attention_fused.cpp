@@ -174,12 +174,17 @@ Work fused(AttentionCall call) {
   }
   require_block_size(call);
   require_fused_mask(call);
+  if (call.quantised()) require_quantised_kv(call);
   if (call.pse) {
     require(one_of(call.layout, {"BSH", "BSND", "BNSD", "BNSD_BSND"}) && !call.has_rope(), "pse_shift",
             "is not supported in the layout " + call.layout);
   }
   if (call.sink) call.sink->in({at::kBFloat16}).shaped({call.heads});
   return [call = std::move(call)] { attend(call); };
+}
+
+KvScales kv_scales(const Maybe& scale, const Maybe& offset, int64_t mode, const char* name) {
+  return {scale, offset, scale || offset ? mode : -1, name};
 }
 
 const In& only(const InList& list, const char* name) {
@@ -265,14 +270,11 @@ OPERATOR(aclnnFusedInferAttentionScoreV3,
           bool softmax_lse_flag, int64_t key_antiquant_mode, int64_t value_antiquant_mode, Out attention_out,
           MaybeOut softmax_lse),
          {
-           // these modes belong to tensors that are not supported
-           (void)antiquant_mode, (void)key_antiquant_mode, (void)value_antiquant_mode;
-           require_unquantised(
-               {dequant_scale1, quant_scale1, dequant_scale2, quant_scale2, quant_offset2, antiquant_scale,
-                antiquant_offset, query_padding_size, kv_padding_size, key_antiquant_scale,
-                key_antiquant_offset, value_antiquant_scale, value_antiquant_offset, key_shared_prefix,
-                value_shared_prefix, key_rope_antiquant_scale},
-               actual_shared_prefix_len);
+           (void)antiquant_mode;  // of antiquant_scale
+           require_unquantised({dequant_scale1, quant_scale1, dequant_scale2, quant_scale2, quant_offset2,
+                                antiquant_scale, antiquant_offset, query_padding_size, kv_padding_size,
+                                key_shared_prefix, value_shared_prefix, key_rope_antiquant_scale},
+                               actual_shared_prefix_len);
            AttentionCall call =
                call_of(query, key, value,
                        {num_heads, num_key_value_heads, scale, pre_tokens, next_tokens, input_layout,
@@ -284,6 +286,10 @@ OPERATOR(aclnnFusedInferAttentionScoreV3,
            call.key_rope = key_rope;
            call.query_lengths = actual_seq_lengths;
            call.kv_lengths = actual_seq_lengths_kv;
+           call.key_scales =
+               kv_scales(key_antiquant_scale, key_antiquant_offset, key_antiquant_mode, "key_antiquant_scale");
+           call.value_scales = kv_scales(value_antiquant_scale, value_antiquant_offset, value_antiquant_mode,
+                                         "value_antiquant_scale");
            call.out = attention_out;
            call.lse = softmax_lse;
            return fused(std::move(call));
@@ -304,11 +310,10 @@ OPERATOR(aclnnFusedInferAttentionScoreV4,
           int64_t key_quant_mode, int64_t value_quant_mode, int64_t query_quant_mode, Out attention_out,
           MaybeOut softmax_lse),
          {
-           (void)antiquant_mode, (void)key_quant_mode, (void)value_quant_mode, (void)query_quant_mode;
+           (void)antiquant_mode, (void)query_quant_mode;  // of antiquant_scale and dequant_scale_query
            require_unquantised(
                {dequant_scale1, quant_scale1, dequant_scale2, quant_scale_out, quant_offset_out,
-                antiquant_scale, antiquant_offset, query_padding_size, kv_padding_size, dequant_scale_key,
-                dequant_offset_key, dequant_scale_value, dequant_offset_value, key_shared_prefix,
+                antiquant_scale, antiquant_offset, query_padding_size, kv_padding_size, key_shared_prefix,
                 value_shared_prefix, dequant_scale_key_rope, dequant_scale_query},
                actual_shared_prefix_len);
            AttentionCall call =
@@ -326,6 +331,10 @@ OPERATOR(aclnnFusedInferAttentionScoreV4,
            call.sink = learnable_sink;
            call.query_lengths = actual_seq_qlen;
            call.kv_lengths = actual_seq_kvlen;
+           call.key_scales =
+               kv_scales(dequant_scale_key, dequant_offset_key, key_quant_mode, "dequant_scale_key");
+           call.value_scales =
+               kv_scales(dequant_scale_value, dequant_offset_value, value_quant_mode, "dequant_scale_value");
            call.out = attention_out;
            call.lse = softmax_lse;
            return fused(std::move(call));

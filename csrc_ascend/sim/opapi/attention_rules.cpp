@@ -65,8 +65,13 @@ void require_window(const AttentionCall& call) {
 
 void require_dtypes(const AttentionCall& call, const Dtypes& allowed) {
   call.query.in(soc() == Soc::P310 ? Dtypes{at::kHalf} : allowed);
-  call.key.like(call.query);
-  call.value.like(call.query);
+  if (call.quantised()) {
+    call.key.in({at::kChar});
+    call.value.in({at::kChar});
+  } else {
+    call.key.like(call.query);
+    call.value.like(call.query);
+  }
   if (call.pse) call.pse->like(call.query);
 }
 
