@@ -140,8 +140,8 @@ class EngineArgs(EngineFlags):
             arch = arch.without_sliding_window()
         dtype = limits.resolve_dtype(self.dtype, arch.dtype, facts, hf_config.get("model_type"))
         model = self._model_config(directory, hf_config, arch, dtype, longest)
-        check_kv_cache(self, facts.name, arch)
-        cache = self._cache_config(block_size, arch, hf_config.get("model_type"))
+        check_kv_cache(self, facts, arch)
+        cache = self._cache_config(block_size, facts.kv_scale_dtype, arch, hf_config.get("model_type"))
         parallel = parallel_config(self, arch, facts.name)
         if is_auto:
             longest = _fitting_length(model, cache, parallel, facts.name)
@@ -216,7 +216,9 @@ class EngineArgs(EngineFlags):
             cpu_int8_activations=self.cpu_int8_activations,
         )
 
-    def _cache_config(self, block_size: int, arch: ArchConfig, model_type: str | None) -> CacheConfig:
+    def _cache_config(
+        self, block_size: int, scale_dtype: str, arch: ArchConfig, model_type: str | None
+    ) -> CacheConfig:
         layer_scales = None
         if (path := self.quantization_param_path) is not None:
             layer_scales = read_layer_scales(path, len(arch.layers), self.tensor_parallel_size, model_type)
@@ -227,6 +229,7 @@ class EngineArgs(EngineFlags):
             num_gpu_blocks_override=self.num_gpu_blocks_override,
             swap_space_gib=float(self.swap_space),
             cache_dtype=self.kv_cache_dtype,
+            scale_dtype=scale_dtype,
             layer_scales=layer_scales,
             enable_prefix_caching=self.enable_prefix_caching,
             sliding_window=arch.common_window,

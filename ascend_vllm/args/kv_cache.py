@@ -10,13 +10,14 @@ from ascend_vllm.args.tables.engine import EngineFlags
 from ascend_vllm.config.arch import ArchConfig
 from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.model_files import read_json, shown
+from ascend_vllm.platforms.facts import DeviceFacts
 from ascend_vllm.types.kv_cache import KV_CACHE_FORMATS
 
 # of the numbers that the file's scales were made for; files for int8 say it too
 _FILE_DTYPE = "float8_e4m3fn"
 
 
-def check_kv_cache(args: EngineFlags, device: str, arch: ArchConfig) -> None:
+def check_kv_cache(args: EngineFlags, facts: DeviceFacts, arch: ArchConfig) -> None:
     """Checks --kv-cache-dtype against the device and the model.
 
     Raises:
@@ -25,9 +26,10 @@ def check_kv_cache(args: EngineFlags, device: str, arch: ArchConfig) -> None:
     """
     name = args.kv_cache_dtype
     cache_format = KV_CACHE_FORMATS.get(name)
-    if cache_format is not None and device != "cpu":
+    if cache_format is not None and cache_format.dtype not in facts.kv_byte_dtypes:
         raise ConfigError(
-            f"--kv-cache-dtype {name} is available on --device cpu only in this version; leave it at auto."
+            f"--kv-cache-dtype {name} is not available on --device {facts.label}, whose attention reads no 8-bit "
+            "floats; use int8, or leave it at auto."
         )
     if cache_format is not None and arch.latent is not None:
         raise ConfigError(

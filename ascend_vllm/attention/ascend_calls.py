@@ -188,38 +188,78 @@ class FusedAttention(AttentionOps):
         return {"actual_seq_lengths": query_ends, "actual_seq_lengths_kv": seq_lens}
 
     def attend(self, layer: LayerInput, prepared: DevicePart, mask: torch.Tensor) -> torch.Tensor:
-        part, spec = prepared.part, layer.spec
-        sparse_mode, pre_tokens = _sparse(spec.sliding_window)
-        if part.kinds == {RowKind.DECODE} and spec.sliding_window is None:
-            sparse_mode = _ALL
-        has_performance = layer.query.dtype == torch.float16 and spec.num_heads == spec.num_kv_heads
+        part, query = prepared.part, layer.query[prepared.part.tokens]
         if part.kinds == {RowKind.PROMPT}:
             # all keys are computed in the step
-            key, value, block_table = layer.key[part.tokens], layer.value[part.tokens], None
-            # without a block table, lengths of keys are cumulative, as those of queries always are
-            kv_lens = part.query_ends
-        else:
-            key, value, block_table = layer.key_cache, layer.value_cache, prepared.block_table
-            kv_lens = part.seq_lens
-        output: torch.Tensor = torch.ops.npu.npu_fused_infer_attention_score(
-            layer.query[part.tokens],
-            key,
-            value,
-            atten_mask=None if sparse_mode == _ALL else mask,
-            actual_seq_lengths=part.query_ends,
-            actual_seq_lengths_kv=kv_lens,
-            block_table=block_table,
-            num_heads=spec.num_heads,
-            num_key_value_heads=spec.num_kv_heads,
-            scale=spec.scale,
-            pre_tokens=pre_tokens,
-            next_tokens=0,
-            input_layout="TND",
-            sparse_mode=sparse_mode,
-            inner_precise=_HIGH_PERFORMANCE if has_performance and not part.high_precision else _HIGH_PRECISION,
-            block_size=0 if block_table is None else self.block_size,
-        )[0]
-        return output
+            key, value = layer.key[part.tokens], layer.value[part.tokens]
+            lengths = part.query_ends, part.query_ends
+            return packed_attention(layer.spec, query, key, value, mask, *lengths, high_precision=part.high_precision)
+        sees_all = part.kinds == {RowKind.DECODE} and layer.spec.sliding_window is None
+        return packed_attention(
+            layer.spec,
+            query,
+            layer.key_cache,
+            layer.value_cache,
+            None if sees_all else mask,
+            part.query_ends,
+            part.seq_lens,
+            high_precision=part.high_precision,
+            block_table=prepared.block_table,
+            block_size=self.block_size,
+        )
+
+
+def packed_attention(
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    query_ends: list[int],
+    kv_lens: list[int],
+    *,
+    high_precision: bool,
+    block_table: torch.Tensor | None = None,
+    block_size: int = 0,
+) -> torch.Tensor:
+    """npu_fused_infer_attention_score of rows one after another.
+
+    Args:
+        spec: of the layer.
+        query: [t, N, D], contiguous.
+        key: [keys, K, D], contiguous, or the cache, [P, S, K*D].
+        value: likewise.
+        mask: `compressed_mask`; None: rows of one token, which see all keys.
+        query_ends: tokens up to the end of each row.
+        kv_lens: likewise of keys; with a block table keys of each row.
+        high_precision: where there is a form in high performance.
+        block_table: [r, B] int32 of the cache's blocks.
+        block_size: S, with a block table.
+
+    Returns:
+        [t, N, D].
+    """
+    sparse_mode, pre_tokens = (_ALL, _UNLIMITED) if mask is None else _sparse(spec.sliding_window)
+    has_performance = query.dtype == torch.float16 and spec.num_heads == spec.num_kv_heads
+    output: torch.Tensor = torch.ops.npu.npu_fused_infer_attention_score(
+        query,
+        key,
+        value,
+        atten_mask=mask,
+        actual_seq_lengths=query_ends,
+        actual_seq_lengths_kv=kv_lens,
+        block_table=block_table,
+        num_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        scale=spec.scale,
+        pre_tokens=pre_tokens,
+        next_tokens=0,
+        input_layout="TND",
+        sparse_mode=sparse_mode,
+        inner_precise=_HIGH_PERFORMANCE if has_performance and not high_precision else _HIGH_PRECISION,
+        block_size=block_size,
+    )[0]
+    return output
 
 
 class FlashAttention(AttentionOps):

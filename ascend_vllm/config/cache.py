@@ -18,6 +18,7 @@ class CacheConfig(msgspec.Struct, frozen=True):
         num_gpu_blocks_override: explicit number of blocks; None: from the size.
         swap_space_gib: CPU memory for swapped blocks per device, in GiB.
         cache_dtype: "auto" (the model's), a dtype's name or one of `KV_CACHE_FORMATS`.
+        scale_dtype: of scales in a cache of `KV_CACHE_FORMATS`; the device's.
         layer_scales: scales of keys and values of each layer, for each tensor-parallel rank; None: no file has them.
         enable_prefix_caching: reuse blocks with equal contents.
         sliding_window: tokens that every layer looks back on, so that older blocks are of no use; None: a layer
@@ -30,6 +31,7 @@ class CacheConfig(msgspec.Struct, frozen=True):
     num_gpu_blocks_override: int | None = None
     swap_space_gib: float = 4.0
     cache_dtype: str = "auto"
+    scale_dtype: str = "bfloat16"
     layer_scales: tuple[tuple[float, ...], ...] | None = None
     enable_prefix_caching: bool = False
     sliding_window: int | None = None
@@ -38,7 +40,9 @@ class CacheConfig(msgspec.Struct, frozen=True):
     def format(self) -> KVCacheFormat | None:
         """Of a cache in one byte per number; None: it is in the model's dtype."""
         found = KV_CACHE_FORMATS.get(self.cache_dtype)
-        return found if found is None or self.layer_scales is None else KVCacheFormat(found.dtype)
+        if found is None or self.layer_scales is not None:
+            return found and KVCacheFormat(found.dtype)
+        return msgspec.structs.replace(found, scale_dtype=self.scale_dtype)
 
 
 def kv_cache_specs(model: ModelConfig, cache: CacheConfig, tensor_parallel_size: int = 1) -> list[KVCacheSpec]:

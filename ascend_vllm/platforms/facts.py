@@ -27,6 +27,8 @@ class DeviceFacts:
         dtypes: names of the dtypes a model can run in; the first is what --dtype auto makes of float32 checkpoints.
         block_sizes: allowed --block-size values.
         default_block_size: the fastest of them.
+        kv_byte_dtypes: names of the dtypes of one byte per number that its attention reads keys and values in.
+        kv_scale_dtype: of scales that each head of each token has there.
         iteration_timeout_s: seconds of a step beyond which the engine counts as hung, unless the environment says
             otherwise.
         model: what kind of the device it is; empty if that is not known or there is only one.
@@ -37,6 +39,8 @@ class DeviceFacts:
     dtypes: tuple[str, ...]
     block_sizes: tuple[int, ...]
     default_block_size: int
+    kv_byte_dtypes: tuple[str, ...]
+    kv_scale_dtype: str
     iteration_timeout_s: float
     model: str = ""
     missing: tuple[str, ...] = ()
@@ -59,8 +63,17 @@ class DeviceFacts:
 
 # bfloat16 first on CPU: its instructions (AVX-512 BF16, AMX) are common, float16 ones are not. 60 s are vLLM's limit
 # of a step; on CPU one with a prompt of some thousand tokens rightly takes minutes.
-CPU = DeviceFacts("cpu", ("bfloat16", "float16", "float32"), (16, 32, 64, 128), 32, 600.0)
-NPU = DeviceFacts("npu", ("bfloat16", "float16"), (64, 128), 128, 60.0)
+CPU = DeviceFacts(
+    "cpu",
+    ("bfloat16", "float16", "float32"),
+    (16, 32, 64, 128),
+    32,
+    ("int8", "float8_e4m3fn", "float8_e5m2"),
+    "bfloat16",
+    600.0,
+)
+# no 8-bit floats on A2 and A3
+NPU = DeviceFacts("npu", ("bfloat16", "float16"), (64, 128), 128, ("int8",), "float32", 60.0)
 FACTS = {facts.name: facts for facts in (CPU, NPU)}
 
 # Kinds of NPU by the runtime's names for them. Ascend910B1 to B4 are the A2 generation and Ascend910_93xx the A3;

@@ -58,12 +58,14 @@ class KVCacheFormat(msgspec.Struct, frozen=True):
 
     Attributes:
         dtype: of the cached numbers, as torch names it.
-        has_scales: each head of each token has scales of its own, bfloat16 and computed when it is written; otherwise
-            a layer has one for keys and one for values.
+        has_scales: each head of each token has scales of its own, computed when it is written; otherwise a layer has
+            one for keys and one for values.
+        scale_dtype: of such scales, as the device's kernels read them.
     """
 
     dtype: str
     has_scales: bool = False
+    scale_dtype: str = "bfloat16"
 
 
 # names of --kv-cache-dtype → their formats; int8 has scales of layers where there is a file of them
@@ -126,7 +128,7 @@ class KVCachePlan(msgspec.Struct, frozen=True):
         shape = (self.num_vectors, block_size, self.num_heads or num_kv_heads, self.width or head_size)
         if cache_format is not None and self.dtype is None:
             scale_shape = shape[:-1] if cache_format.has_scales else None
-            scale_dtype = "bfloat16" if cache_format.has_scales else "float32"
+            scale_dtype = cache_format.scale_dtype if cache_format.has_scales else "float32"
             return KVCacheSpec(self.kind, shape, cache_format.dtype, scale_shape, scale_dtype)
         return KVCacheSpec(self.kind, shape, self.dtype or dtype, shape[:-1] if self.has_scales else None)
 

@@ -17,7 +17,7 @@ from ascend_vllm.layers.attention import Attention
 # device type → attention backends in order of preference
 ATTENTION_BACKENDS: dict[str, tuple[str, ...]] = {
     "cpu": ("ascend_vllm.attention.cpu:CpuAttention",),
-    "npu": ("ascend_vllm.attention.ascend:AscendAttention",),
+    "npu": ("ascend_vllm.attention.ascend:AscendAttention", "ascend_vllm.attention.ascend_bytes:AscendInt8Attention"),
 }
 # the same for models with latent attention, of devices that have other backends for it
 LATENT_BACKENDS: dict[str, tuple[str, ...]] = {

@@ -65,6 +65,7 @@ def make_problem(
     block_size: int = 128,
     void: Sequence[int] = (),
     scale_of_queries: float = 1.0,
+    is_exact_in_int8: bool = False,
 ) -> Problem:
     """A random step.
 
@@ -75,6 +76,7 @@ def make_problem(
         block_size: of the cache.
         void: rows of one token that store nothing; what they see there was stored before.
         scale_of_queries: their standard deviation.
+        is_exact_in_int8: keys and values are integers up to 127, which each of them has, times a power of two.
     """
     generator = torch.Generator().manual_seed(len(rows) + spec.head_size + block_size)
     num_heads, num_kv_heads, head_size = spec.num_heads, spec.num_kv_heads, spec.head_size
@@ -92,7 +94,12 @@ def make_problem(
         taken += len(blocks)
         block_table[row, : len(blocks)] = blocks.int()
         query = (torch.randn(count, num_heads, head_size, generator=generator) * scale_of_queries).to(dtype)
-        key, value = torch.randn(2, seq_len, num_kv_heads, head_size, generator=generator).to(dtype).unbind(0)
+        cached = torch.randn(2, seq_len, num_kv_heads, head_size, generator=generator)
+        if is_exact_in_int8:
+            cached = (cached * 32).round().clamp(-127, 127)
+            cached[..., 0] = 127
+            cached /= 64
+        key, value = cached.to(dtype).unbind(0)
         places = torch.arange(seq_len)
         row_slots = blocks[places // block_size] * block_size + places % block_size
         stored = seq_len if row in void else seq_len - count

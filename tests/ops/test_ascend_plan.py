@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from ascend_vllm.attention.ascend_plan import (
-    MAX_ABSORBED_TOKENS,
+    MAX_DECODED_TOKENS,
     MAX_EXPANDED_TOKENS,
     LatentPart,
     Part,
     Precision,
     RowKind,
+    split_byte_rows,
     split_latent_rows,
     split_rows,
 )
@@ -75,7 +76,7 @@ def test_rows_of_all_kinds_are_one_part() -> None:
     assert [part.rows for part in split(rows, Precision(), by_kind=True)] == [slice(0, 1), slice(1, 2), slice(2, 4)]
 
 
-LATENT_ROWS = st.lists(
+CACHED_ROWS = st.lists(
     st.tuples(st.integers(1, 40), st.sampled_from([0, 0, 1, 70, 3000, 9000])), min_size=1, max_size=20
 )
 
@@ -86,7 +87,7 @@ def split_latent(rows: list[tuple[int, int]]) -> list[LatentPart]:
     return split_latent_rows(query_start, np.array([sum(row) for row in rows], np.int32))
 
 
-@hypothesis.given(rows=LATENT_ROWS)
+@hypothesis.given(rows=CACHED_ROWS)
 def test_parts_of_latent_attention_are_the_rows_in_their_order(rows: list[tuple[int, int]]) -> None:
     parts = split_latent(rows)
     assert [row for part in parts for row in rows[part.rows]] == rows
@@ -102,7 +103,7 @@ def test_parts_of_latent_attention_are_the_rows_in_their_order(rows: list[tuple[
         assert part.seq_lens == [sum(row) for row in mine]
         assert part.max_query_len == max(count for count, _ in mine)
         for count, cached in mine:
-            assert part.is_absorbed == (count == 1 or (cached > 0 and count <= MAX_ABSORBED_TOKENS))
+            assert part.is_absorbed == (count == 1 or (cached > 0 and count <= MAX_DECODED_TOKENS))
         # every chunk but the last is full, and the last one has no more than so many cached tokens
         cached = sum(cached for _, cached in mine)
         assert list(part.chunk_starts) == list(range(0, part.chunk_starts[-1] + 1, MAX_EXPANDED_TOKENS))
@@ -119,3 +120,24 @@ def test_rows_of_latent_attention() -> None:
         (False, slice(7, 8), (0, 4096, 8192)),
         (False, slice(8, 9), (0,)),
     ]
+
+
+@hypothesis.given(rows=CACHED_ROWS)
+def test_parts_over_bytes_are_the_rows_in_their_order(rows: list[tuple[int, int]]) -> None:
+    counts, seq_lens = [count for count, _ in rows], [sum(row) for row in rows]
+    query_start = np.cumsum([0, *counts], dtype=np.int32)
+    parts = split_byte_rows(query_start, np.array(seq_lens, np.int32), Precision(prefix=True, prompt=False))
+    assert [row for part in parts for row in rows[part.rows]] == rows
+    assert [token for part in parts for token in range(part.tokens.start, part.tokens.stop)] == list(
+        range(sum(counts))
+    )
+    for part in parts:
+        mine = rows[part.rows]
+        assert part.query_lens == [count for count, _ in mine]
+        assert part.query_ends == np.cumsum(part.query_lens).tolist()
+        assert part.kv_ends == np.cumsum(part.seq_lens).tolist()
+        assert part.is_fresh == all(cached == 0 for _, cached in mine)
+        assert part.high_precision == any(cached for _, cached in mine)
+        for count, cached in mine:
+            assert part.is_decoded == (count == 1 or (cached > 0 and count <= MAX_DECODED_TOKENS))
+        assert part.is_decoded or len(mine) == 1 or sum(cached for _, cached in mine) <= MAX_EXPANDED_TOKENS

@@ -17,6 +17,7 @@ from ascend_vllm.args.kv_cache import check_kv_cache, read_layer_scales
 from ascend_vllm.config.quantization import QuantizationConfig
 from ascend_vllm.entrypoints.lmdeploy.config import PytorchEngineConfig, TurbomindEngineConfig
 from ascend_vllm.errors import ConfigError, ModelLoadError
+from ascend_vllm.platforms.facts import CPU, NPU
 from ascend_vllm.types.kv_cache import KEYS_AND_VALUES, KV_CACHE_FORMATS
 from ascend_vllm.worker.worker import Worker
 from tests.tiny_models import tiny_model
@@ -182,10 +183,10 @@ def test_a_missing_file_is_an_error() -> None:
 
 
 def test_where_it_is_refused() -> None:
-    args = EngineArgs(model=tiny_model("qwen2"), device="cpu", kv_cache_dtype="int8")
+    args = EngineArgs(model=tiny_model("qwen2"), device="cpu", kv_cache_dtype="fp8")
     arch = args.create_engine_config().model.arch
-    with pytest.raises(ConfigError, match="--kv-cache-dtype int8 is available on --device cpu only"):
-        check_kv_cache(args, "npu", arch)
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8 is not available on --device npu, .* use int8"):
+        check_kv_cache(args, NPU, arch)
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8 is not available for models with latent attention"):
         EngineArgs(model=tiny_model("deepseek-v3"), device="cpu", kv_cache_dtype="fp8").create_engine_config()
 
@@ -197,12 +198,12 @@ def test_scales_of_integers_are_not_those_of_floats() -> None:
         scheme = {"kv_cache_scheme": {"type": kind, "num_bits": 8, "strategy": "tensor"}}
         arch = msgspec.structs.replace(arch, quantization=QuantizationConfig("compressed-tensors", scheme))
         if kind == "float":
-            check_kv_cache(args, "cpu", arch)
+            check_kv_cache(args, CPU, arch)
             continue
         with pytest.raises(
             ConfigError, match=r"--kv-cache-dtype fp8: the checkpoint's scales .* are those of integers"
         ):
-            check_kv_cache(args, "cpu", arch)
+            check_kv_cache(args, CPU, arch)
 
 
 @pytest.mark.parametrize("kind", [TurbomindEngineConfig, PytorchEngineConfig])
