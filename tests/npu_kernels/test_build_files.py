@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import platform
 import re
 import shutil
 import subprocess
@@ -65,6 +66,14 @@ def test_device_code_keeps_to_what_the_chip_knows(path: pathlib.Path) -> None:
     assert {name for name in included if not name.startswith("npu/")} <= {"kernel_operator.h", "cstdint"}
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_declare_that_they_run_on_vector_cores_alone(op: str) -> None:
+    """Otherwise CANN's compiler infers it from the code, and may make the kernel wait for matrix cores as well."""
+    code = code_of(NPU / op / "op_kernel.cpp")
+    declared = re.findall(r"__global__[^{]*\{\s*KERNEL_TASK_TYPE_DEFAULT\(KERNEL_TYPE_AIV_ONLY\);", code)
+    assert len(declared) == code.count("__global__") > 0
+
+
 def test_bindings_implement_what_they_declare() -> None:
     declared = re.findall(r'm\.def\(\s*"(\w+)\(', (NPU / "bind" / "schemas.cpp").read_text())
     implemented = [
@@ -98,11 +107,15 @@ def test_cmake_says_what_is_missing(tmp_path: pathlib.Path, cann: str | None, so
 
 
 def test_cmake_finds_all_that_it_compiles_and_says_where_it_goes(tmp_path: pathlib.Path) -> None:
-    """With a file in the place of CANN's that takes kernels for ordinary sources; nothing is compiled."""
+    """With a file in the place of CANN's that takes kernels for ordinary sources; nothing is compiled.
+
+    It lies where only the host's processor leads to it.
+    """
     cmake = shutil.which("cmake")
     if cmake is None:
         pytest.skip("needs cmake")
-    framework = tmp_path / "cann" / "compiler" / "tikcpp" / "ascendc_kernel_cmake" / "ascendc.cmake"
+    machine = f"{platform.machine()}-linux"
+    framework = tmp_path / "cann" / machine / "tikcpp" / "ascendc_kernel_cmake" / "ascendc.cmake"
     framework.parent.mkdir(parents=True)
     framework.write_text(
         "function(ascendc_library name type)\n  add_library(${name} ${type} ${ARGN})\nendfunction()\n"

@@ -163,6 +163,20 @@ def test_what_a_dockerfile_names_exists(name: str) -> None:
     assert f"docker/{name}" in PAGE.read_text()
 
 
+@pytest.mark.parametrize("toolkit", ["ascend-toolkit/latest", "cann"])
+def test_the_entrypoint_finds_the_scripts_of_each_generation(tmp_path: pathlib.Path, toolkit: str) -> None:
+    """CANN's own, beside "latest" before 8.5 and in "cann" since, and that of NNAL beside both."""
+    (tmp_path / toolkit).mkdir(parents=True)
+    script = tmp_path / toolkit.partition("/")[0] / "set_env.sh"
+    script.write_text("export ASCEND_HOME_PATH=/somewhere\n")
+    (tmp_path / "nnal" / "atb").mkdir(parents=True)
+    (tmp_path / "nnal" / "atb" / "set_env.sh").write_text("export ATB_HOME_PATH=/atb\n")
+    environment = os.environ | {"ASCEND_TOOLKIT_HOME": str(tmp_path / toolkit), "ASCEND_DRIVER_HOME": "/nowhere"}
+    command = ["bash", str(DOCKER / "entrypoint_ascend.sh"), "printenv", "ASCEND_HOME_PATH", "ATB_HOME_PATH"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=True)
+    assert result.stdout.split() == ["/somewhere", "/atb"]
+
+
 def test_the_entrypoint_sets_the_environment_up_and_becomes_the_command(tmp_path: pathlib.Path) -> None:
     toolkit, driver = tmp_path / "toolkit", tmp_path / "driver"
     toolkit.mkdir()

@@ -31,6 +31,7 @@ extern "C" __global__ __aicore__ void decode_attention_f16(GM_ADDR query, GM_ADD
                                                            GM_ADDR value_cache, GM_ADDR block_table,
                                                            GM_ADDR seq_lens, GM_ADDR workspace,
                                                            GM_ADDR tiling) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   ascend_npu::run_decode_attention<half>(query, key_cache, value_cache, block_table, seq_lens, workspace,
                                          tiling);
 }
@@ -39,17 +40,20 @@ extern "C" __global__ __aicore__ void decode_attention_bf16(GM_ADDR query, GM_AD
                                                             GM_ADDR value_cache, GM_ADDR block_table,
                                                             GM_ADDR seq_lens, GM_ADDR workspace,
                                                             GM_ADDR tiling) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   ascend_npu::run_decode_attention<bfloat16_t>(query, key_cache, value_cache, block_table, seq_lens, workspace,
                                                tiling);
 }
 
 extern "C" __global__ __aicore__ void merge_parts_f16(GM_ADDR seq_lens, GM_ADDR workspace, GM_ADDR output,
                                                       GM_ADDR tiling) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   ascend_npu::run_merge_parts<half>(seq_lens, workspace, output, tiling);
 }
 
 extern "C" __global__ __aicore__ void merge_parts_bf16(GM_ADDR seq_lens, GM_ADDR workspace, GM_ADDR output,
                                                        GM_ADDR tiling) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   ascend_npu::run_merge_parts<bfloat16_t>(seq_lens, workspace, output, tiling);
 }
 

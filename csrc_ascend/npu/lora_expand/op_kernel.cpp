@@ -18,11 +18,13 @@ __aicore__ inline void run_lora_expand(GM_ADDR x, GM_ADDR weights, GM_ADDR adapt
 
 extern "C" __global__ __aicore__ void lora_expand_f16(GM_ADDR x, GM_ADDR weights, GM_ADDR adapters, GM_ADDR y,
                                                       GM_ADDR tiling) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   ascend_npu::run_lora_expand<half>(x, weights, adapters, y, tiling);
 }
 
 extern "C" __global__ __aicore__ void lora_expand_bf16(GM_ADDR x, GM_ADDR weights, GM_ADDR adapters, GM_ADDR y,
                                                        GM_ADDR tiling) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   ascend_npu::run_lora_expand<bfloat16_t>(x, weights, adapters, y, tiling);
 }
 

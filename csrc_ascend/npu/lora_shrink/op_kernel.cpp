@@ -18,11 +18,13 @@ __aicore__ inline void run_lora_shrink(GM_ADDR x, GM_ADDR weights, GM_ADDR adapt
 
 extern "C" __global__ __aicore__ void lora_shrink_f16(GM_ADDR x, GM_ADDR weights, GM_ADDR adapters, GM_ADDR y,
                                                       GM_ADDR tiling) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   ascend_npu::run_lora_shrink<half>(x, weights, adapters, y, tiling);
 }
 
 extern "C" __global__ __aicore__ void lora_shrink_bf16(GM_ADDR x, GM_ADDR weights, GM_ADDR adapters, GM_ADDR y,
                                                        GM_ADDR tiling) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   ascend_npu::run_lora_shrink<bfloat16_t>(x, weights, adapters, y, tiling);
 }
 

@@ -6,6 +6,7 @@
 extern "C" __global__ __aicore__ void penalties(GM_ADDR token_ids, GM_ADDR slots, GM_ADDR prompt_lens,
                                                 GM_ADDR seq_lens, GM_ADDR repetition, GM_ADDR frequency,
                                                 GM_ADDR presence, GM_ADDR logits, GM_ADDR tiling) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   using namespace ascend_npu;
   PenaltiesParams params;
   read_params(params, tiling);

@@ -23,6 +23,7 @@ extern "C" __global__ __aicore__ void prefix_attention_f16(GM_ADDR query, GM_ADD
                                                            GM_ADDR value_cache, GM_ADDR block_table,
                                                            GM_ADDR query_start, GM_ADDR seq_lens,
                                                            GM_ADDR output, GM_ADDR tiling) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   ascend_npu::run_prefix_attention<half>(query, key_cache, value_cache, block_table, query_start, seq_lens,
                                          output, tiling);
 }
@@ -31,6 +32,7 @@ extern "C" __global__ __aicore__ void prefix_attention_bf16(GM_ADDR query, GM_AD
                                                             GM_ADDR value_cache, GM_ADDR block_table,
                                                             GM_ADDR query_start, GM_ADDR seq_lens,
                                                             GM_ADDR output, GM_ADDR tiling) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   ascend_npu::run_prefix_attention<bfloat16_t>(query, key_cache, value_cache, block_table, query_start,
                                                seq_lens, output, tiling);
 }

@@ -5,6 +5,7 @@
 
 extern "C" __global__ __aicore__ void store_kv(GM_ADDR key, GM_ADDR value, GM_ADDR slots, GM_ADDR key_cache,
                                                GM_ADDR value_cache, GM_ADDR tiling) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
   ascend_npu::StoreKvParams params;
   ascend_npu::read_params(params, tiling);
   ascend_npu::StoreKv kernel(params, slots);

@@ -8,5 +8,8 @@
 #define __global__
 #define __gm__
 #define GM_ADDR std::uint8_t*
+// a kernel says that it runs on vector cores alone, of which the shim has no others
+#define KERNEL_TASK_TYPE_DEFAULT(type) static_assert(KERNEL_TYPE_AIV_ONLY == (type))
+enum { KERNEL_TYPE_AIV_ONLY };
 
 #include "repeat.h"
