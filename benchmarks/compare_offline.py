@@ -1,19 +1,35 @@
-"""Compares this project's `LLM` with OpenVINO GenAI in static batches on one machine, alternately.
+"""Compares this project's `LLM` with OpenVINO GenAI or llama.cpp in static batches on one machine, alternately.
 
-    pip install openvino-genai optimum-intel
-    optimum-cli export openvino --model /tmp/qwen2-0.5b --task text-generation-with-past --weight-format fp16 DIR
-    python benchmarks/compare_offline.py --model /tmp/qwen2-0.5b --peer-model DIR --json result.json
+    pip install openvino-genai optimum-intel nncf
+    alias export="optimum-cli export openvino --task text-generation-with-past --model /tmp/qwen2-0.5b"
+    export --weight-format fp16 /tmp/ov-fp16
+    export --weight-format int8 /tmp/ov-int8
+    export --weight-format int4 --group-size 128 --ratio 1.0 --sym /tmp/ov-int4
+    python benchmarks/compare_offline.py --model /tmp/qwen2-0.5b --peer-model /tmp/ov-fp16 --json bf16.json
+    python benchmarks/compare_offline.py --model /tmp/qwen2-0.5b --weights int8 --peer-model /tmp/ov-int8
+    python scripts/make_random_model.py /tmp/qwen2-0.5b-w4 --weights w4a16
+    python benchmarks/compare_offline.py --model /tmp/qwen2-0.5b-w4 --weights int4 --peer-model /tmp/ov-int4
+
+    pip install llama-cpp-python gguf
+    python benchmarks/comparison/write_gguf.py /tmp/qwen2-0.5b /tmp/q4_0.gguf
+    python benchmarks/compare_offline.py --model /tmp/qwen2-0.5b-w4 --weights int4 --peer llama.cpp \\
+        --peer-model /tmp/q4_0.gguf --batch-sizes 1
     python benchmarks/compare_offline.py --model /tmp/qwen2-0.5b --peer none --batch-sizes 1 --rounds 1
 
 Each side is a process that keeps its model loaded; only one computes at a time, on the same token ids.
 A batch is generated twice: in full, and only its first token. "whole" is tokens per second of the full run,
-"decode" the other tokens over the difference in time. OpenVINO may be in another environment (--peer-python).
+"decode" the other tokens over the difference in time. The peer may be in another environment (--peer-python).
+
+With rounded weights the LM head has 8 bits on both sides (6 in llama.cpp if its rows are multiples of 256 wide).
+OpenVINO rounds activations to 8 bits in groups of 32, if it is not told otherwise: it does here with
+--int8-activations, as ours does then. llama.cpp always rounds them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -31,8 +47,38 @@ from comparison.peaks import Peaks, Reading, median_reading
 from ascend_vllm.tools.bench.datasets import PromptMaker
 
 _HERE = pathlib.Path(__file__).resolve().parent
-# the ratio to exceed
-_TARGET = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """How the weights are kept.
+
+    Attributes:
+        target_ratio: lower bound of the ratio to the peer.
+        settings: of our `LLM`.
+        head_bytes: of a weight of the output layer.
+        matrix_bytes: of the other matrices' weights; None: as in the checkpoint.
+    """
+
+    target_ratio: float
+    settings: Mapping[str, Any]
+    head_bytes: int
+    matrix_bytes: int | None = None
+
+    def facts(self, model: ModelFacts) -> ModelFacts:
+        """The facts of a model whose LM head, tied or not, the checkpoint has in 16 bits."""
+        num_bytes = model.weight_bytes + (self.head_bytes - 2) * model.head_elements
+        if self.matrix_bytes is not None:
+            num_bytes += (self.matrix_bytes - 2) * model.matrix_elements
+        return dataclasses.replace(model, weight_bytes=num_bytes)
+
+
+WEIGHTS = {
+    "bf16": Weights(1.2, {}, 2),
+    "int8": Weights(1.1, {"quantization": "weight_only_int8", "quantize_lm_head": True}, 1, 1),
+    # the checkpoint has them in 4 bits
+    "int4": Weights(1.1, {"quantize_lm_head": True}, 1),
+}
 
 
 class Worker:
@@ -107,24 +153,38 @@ def _start_ours(args: argparse.Namespace) -> Worker:
         "max_model_len": args.input_len + args.output_len,
         "kv_cache_memory_bytes": args.kv_cache_bytes,
         "max_num_seqs": max(args.batch_sizes),
+        **_our_settings(args),
     }
     return Worker("ascend-vllm", sys.executable, "offline_ours.py", settings)
 
 
-def _start_openvino(args: argparse.Namespace) -> Worker:
-    settings = {
-        "model": args.peer_model,
-        "INFERENCE_PRECISION_HINT": "bf16",
-        "ATTENTION_BACKEND": args.attention_backend,
-    }
+def _our_settings(args: argparse.Namespace) -> dict[str, Any]:
+    rounded = {"cpu_int8_activations": True} if args.int8_activations else {}
+    return {**WEIGHTS[args.weights].settings, **rounded}
+
+
+def _start_peer(args: argparse.Namespace) -> Worker:
+    if args.peer == "llama.cpp":
+        settings = {"model": args.peer_model, "max_model_len": args.input_len + args.output_len}
+        return Worker("llama.cpp", args.peer_python, "offline_llamacpp.py", settings)
+    settings = {"model": args.peer_model, **_openvino_settings(args)}
     return Worker("OpenVINO GenAI", args.peer_python, "offline_openvino.py", settings)
 
 
-def _lines(batch: int) -> tuple[report.RowResult, report.RowResult]:
+def _openvino_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Properties of its CPU plug-in and its pipeline."""
+    settings = {"INFERENCE_PRECISION_HINT": "bf16", "ATTENTION_BACKEND": args.attention_backend}
+    if args.weights != "bf16":
+        settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = "32" if args.int8_activations else "0"
+    return settings
+
+
+def _lines(batch: int, weights: str) -> tuple[report.RowResult, report.RowResult]:
     """The two rows of a batch size."""
-    limit = "bandwidth and peak"
-    decode = report.Line(f"decode{batch}", f"decode only, batch {batch}", "tok/s", True, _TARGET, limit)
-    whole = report.Line(f"whole{batch}", f"whole run, batch {batch}", "tok/s", True, _TARGET, limit)
+    limit, target = "bandwidth and peak", WEIGHTS[weights].target_ratio
+    of = "" if weights == "bf16" else f", {weights}"
+    decode = report.Line(f"decode{batch}", f"decode only, batch {batch}{of}", "tok/s", True, target, limit)
+    whole = report.Line(f"whole{batch}", f"whole run, batch {batch}{of}", "tok/s", True, target, limit)
     return report.RowResult(decode), report.RowResult(whole)
 
 
@@ -141,7 +201,7 @@ class Comparison:
         self._args = args
         self._workers = workers
         self._peaks = peaks
-        self._facts = ModelFacts.of(args.model)
+        self._facts = WEIGHTS[args.weights].facts(ModelFacts.of(args.model))
         config = json.loads((pathlib.Path(args.model) / "config.json").read_text())
         self._vocab_size = int(config["vocab_size"])
         self._machine = machine.describe()
@@ -149,7 +209,7 @@ class Comparison:
 
     def run(self) -> None:
         """Measures all batch sizes."""
-        rows = {batch: _lines(batch) for batch in self._args.batch_sizes}
+        rows = {batch: _lines(batch, self._args.weights) for batch in self._args.batch_sizes}
         self.results = [result for pair in rows.values() for result in pair]
         for number in range(self._args.rounds):
             for batch, (decode, whole) in rows.items():
@@ -191,10 +251,10 @@ class Comparison:
     def content(self) -> dict[str, Any]:
         """The result for JSON."""
         args = self._args
+        settings = {"dtype": "bfloat16", **_our_settings(args)}
         shown = {
-            "ours": f"ascend_vllm.LLM({args.model!r}, dtype='bfloat16')",
-            "peer": f"openvino_genai.LLMPipeline({pathlib.Path(args.peer_model or '').name!r}, 'CPU', "
-            f"INFERENCE_PRECISION_HINT='bf16', ATTENTION_BACKEND={args.attention_backend!r})",
+            "ours": f"ascend_vllm.LLM({args.model!r}{_words(settings)})",
+            "peer": _shown_peer(args),
         }
         return {
             **report.heading("offline", "compare_offline.py", args, self._machine),
@@ -208,6 +268,19 @@ class Comparison:
         }
 
 
+def _words(settings: Mapping[str, Any]) -> str:
+    """Keyword arguments, as in a call."""
+    return "".join(f", {name}={value!r}" for name, value in settings.items())
+
+
+def _shown_peer(args: argparse.Namespace) -> str:
+    """The peer's call, for the result."""
+    name = pathlib.Path(args.peer_model or "").name
+    if args.peer == "llama.cpp":
+        return f"llama_cpp.Llama({name!r})"
+    return f"openvino_genai.LLMPipeline({name!r}, 'CPU'{_words(_openvino_settings(args))})"
+
+
 def _parse_args() -> argparse.Namespace:
     parser = report.parser_of(__doc__, "after every round of a batch size")
     add = parser.add_argument
@@ -216,9 +289,11 @@ def _parse_args() -> argparse.Namespace:
     add("--input-len", type=int, default=128, help="tokens of a prompt (default: %(default)s)")
     add("--output-len", type=int, default=64, help="tokens to generate (default: %(default)s)")
     add("--rounds", type=int, default=3, help="readings of each row (default: %(default)s)")
-    add("--peer", choices=("openvino", "none"), default="openvino", help="(default: %(default)s)")
-    add("--peer-model", help="directory of the model as OpenVINO reads it")
-    add("--peer-python", default=sys.executable, help="the interpreter that has OpenVINO; default: this one")
+    add("--weights", choices=WEIGHTS, default="bf16", help="of both; int4 is a W4A16 --model (default: %(default)s)")
+    add("--int8-activations", action="store_true", help="both round the inputs of rounded weights to 8 bits")
+    add("--peer", choices=("openvino", "llama.cpp", "none"), default="openvino", help="(default: %(default)s)")
+    add("--peer-model", help="the model as the peer reads it: OpenVINO's directory, or llama.cpp's file")
+    add("--peer-python", default=sys.executable, help="the interpreter that has the peer; default: this one")
     add("--attention-backend", choices=("SDPA", "PA"), default="SDPA", help="OpenVINO's (default: %(default)s)")
     add("--kv-cache-bytes", type=int, default=2**30, help="of ours (default: %(default)s)")
     add("--gib", type=float, default=1.0, help="read in a measurement of the bandwidth, in GiB")
@@ -228,9 +303,19 @@ def _parse_args() -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if args.output_len < 2:
         parser.error(f"--output-len must be at least 2, a first token and a decoded one, got {args.output_len}")
+    _check_weights(parser, args)
+    return args
+
+
+def _check_weights(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.peer == "openvino" and not os.path.isdir(args.peer_model or ""):  # noqa: PTH112 - may be None
         parser.error("--peer-model: name the directory of the converted model, or measure alone with --peer none")
-    return args
+    if args.peer == "llama.cpp" and not os.path.isfile(args.peer_model or ""):  # noqa: PTH113 - may be None
+        parser.error("--peer-model: name the GGUF file that comparison/write_gguf.py makes of the model")
+    if args.peer == "llama.cpp" and args.batch_sizes != [1]:
+        parser.error("--peer llama.cpp: it generates one sequence at a time here; add --batch-sizes 1")
+    if args.int8_activations and args.weights == "bf16":
+        parser.error("--int8-activations: only inputs of rounded weights are rounded; add --weights int8 or int4")
 
 
 def main() -> None:
@@ -239,8 +324,8 @@ def main() -> None:
     print(machine.one_line(machine.describe()))
     with contextlib.ExitStack() as stack:
         workers = {"ours": stack.enter_context(_start_ours(args))}
-        if args.peer == "openvino":
-            workers["peer"] = stack.enter_context(_start_openvino(args))
+        if args.peer != "none":
+            workers["peer"] = stack.enter_context(_start_peer(args))
         comparison = Comparison(args, workers, stack.enter_context(Peaks(args.gib)))
         comparison.run()
     print("\n".join(report.lines(comparison.results, workers["peer"].name if "peer" in workers else None)))

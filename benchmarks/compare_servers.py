@@ -25,8 +25,8 @@ lengths arrive as a Poisson process for five minutes (--open-s), at the same rat
 what the peer answers in a closed loop. The rows "start" and "memory" start the servers each time, after a warm-up
 start, so that files and compiled graphs are cached (--warm-starts). The machine's limits are measured before and
 after each reading, when all servers are idle. The row "load" starts them with weights that are not in the file cache,
-and its limit is the time to read them from the disk. It is measured only where it is named, like those of models that
-are not given.
+and its limit is the time to read them from the disk; it is measured only where --rows names it. Without --rows, those
+of models that are not given are left out.
 
 With AMX vLLM rounds the inputs of W4A16 to 8 bits in groups, in bfloat16: compare it with `--ours-args
 --cpu-int8-activations`, or keep it from that with `--peer-variables VLLM_CPU_INT4_W4A8=0`. With `--peer null` the
@@ -257,18 +257,14 @@ def _parse_args() -> argparse.Namespace:
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     missing = {setup for setup in OTHER_MODELS if getattr(args, f"{setup}_model") is None}
-    args.rows = args.rows or [
-        row.name
-        for row in ROWS
-        if row.setup not in missing | {"cold"} and (args.peer != "null" or row.null_ratio is not None)
-    ]
+    args.rows = args.rows or [row.name for row in ROWS if _is_default(row, args, missing)]
     without_null = [row.name for row in ROWS if row.name in args.rows and row.null_ratio is None]
     if args.peer == "null" and without_null:
         parser.error(f"--peer null is not compared in the rows {' '.join(without_null)}")
     if wrong := [word for word in shlex.split(args.peer_variables) if not word.partition("=")[1]]:
         parser.error(f"--peer-variables: each is NAME=VALUE, got {' '.join(wrong)}")
     chosen = {row.setup for row in ROWS if row.name in args.rows}
-    if args.model is None and chosen - set(OTHER_MODELS):
+    if args.model is None and (not chosen or chosen - set(OTHER_MODELS)):
         parser.error("--model: name the directory of a model, such as scripts/make_random_model.py writes")
     for setup in chosen & missing:
         parser.error(f"--{setup}-model: name the directory of {OTHER_MODELS[setup]}, or leave its rows out")
@@ -277,6 +273,12 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     for name in ("rounds", *(field.name for field in dataclasses.fields(Sizes))):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+
+
+def _is_default(row: Row, args: argparse.Namespace, missing: set[str]) -> bool:
+    """Whether a row is measured without --rows: if there are its model and its target, and it is not the disk's."""
+    is_given = row.setup not in missing if row.setup in OTHER_MODELS else args.model is not None
+    return is_given and row.setup != "cold" and (args.peer != "null" or row.null_ratio is not None)
 
 
 def main() -> None:

@@ -257,6 +257,27 @@ def test_tokens_read_their_own_experts(program: types.ModuleType) -> None:
     assert facts.prefill_s(limits, 1, 4096) == pytest.approx((2 * 150e6 * 4096 + 2 * 10e6) / 920e9)
 
 
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["--w4-model", "m", "--tiny-model", "m"], "tiny w4-c1 w4-c8 w4-c32"),
+        (["--tiny-model", "m", "--w4-model", "m", "--peer", "null"], "tiny"),
+        (["--moe-model", "m", "--rows", "moe-c8"], "moe-c8"),
+    ],
+)
+def test_rows_of_the_given_models(
+    program: types.ModuleType, words: list[str], names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["compare_servers.py", *words])
+    assert program._parse_args().rows == names.split()
+    monkeypatch.setattr("sys.argv", ["compare_servers.py", "--model", "m"])
+    assert (
+        {"c8", "open-gap", "long8k-mixed"}
+        <= set(program._parse_args().rows)
+        <= {row.name for row in program.ROWS if row.setup not in ("cold", *program.OTHER_MODELS)}
+    )
+
+
 def test_facts_of_a_model(program: types.ModuleType, tiny_dir: str) -> None:
     config = json.loads((pathlib.Path(tiny_dir) / "config.json").read_text())
     facts = program.ModelFacts.of(tiny_dir)
@@ -308,7 +329,7 @@ def test_facts_of_latent_attention(program: types.ModuleType) -> None:
         (["--rows", "tiny"], "--tiny-model: name the directory of a tiny model"),
         (["--model", "m", "--rows", "moe-c8"], "--moe-model: name the directory of a mixture of experts, or leave"),
         (["--model", "m", "--rows", "open-gap", "--open-rate", "0"], "--open-rate must be above 0, got 0.0"),
-        (["--tiny-model", "m"], "--model: name the directory of a model"),
+        ([], "--model: name the directory of a model"),
         (["--model", "m", "--rows", "c1", "--peer", "null"], "--peer null is not compared in the rows c1"),
         (["--model", "m", "--rows", "c1", "--peer-variables", "A=1 B"], "each is NAME=VALUE, got B"),
         (["--rows", "tiny", "--tiny-model", "m", "--waves", "0"], "--waves must be at least 1, got 0"),
