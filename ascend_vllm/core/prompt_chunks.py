@@ -15,10 +15,16 @@ whole prompts come before decoding rows, but if prompts keep coming rows decode 
 
 from __future__ import annotations
 
+import math
+
 from ascend_vllm.config.scheduler import SchedulerConfig
 
-# weight of the newest step in the moving average of seconds per token
-_NEW_WEIGHT = 0.5
+# weight of the newest step in moving averages: of seconds per token, and of how these grow with the context
+_NEW_WEIGHT, _NEW_TREND_WEIGHT = 0.5, 0.1
+# contexts that differ by less than this many tokens say little of how they do
+_TREND_TOKENS = 256
+# the next step's token is not taken to be cheaper than this share of the last steps'
+_LEAST_SHARE = 0.25
 # after waiting so long for whole prompts, decoding rows come before further prompts
 _MOST_WAIT_S = 0.05
 
@@ -88,6 +94,8 @@ class ChunkSizeController:
 
     A step's whole duration is divided by its prompt tokens, though a part of it does not depend on them. Chunks still
     converge to the size at which a step takes `max_pause_s`, because the seconds per token grow as chunks shrink.
+    They also grow with the tokens that a token attends to: along a line through the last steps' means, whose slope is
+    that of least squares with exponentially falling weights.
 
     Args:
         max_pause_s: seconds that a step with decoding rows may take; None: no limit.
@@ -99,15 +107,17 @@ class ChunkSizeController:
     Example::
 
         controller = ChunkSizeController(0.25, 16)
-        controller.note(1.0, 3.0, 500)  # 4 ms a token
-        controller.most_tokens(512)  # 48: a multiple of 16
+        controller.note(1.0, 3.0, 500, 125_000)  # 4 ms a token, which attends to 250
+        controller.most_tokens(512, 500)  # 48: a multiple of 16
     """
 
     def __init__(self, max_pause_s: float | None, multiple_of: int) -> None:
         self._max_pause_s = max_pause_s
         self._multiple_of = multiple_of
-        # moving average, seconds per prompt token; 0: unknown
+        # moving averages: seconds per prompt token, 0: unknown; and the tokens that it attends to
         self._token_s = 0.0
+        self._context = 0.0
+        self._trend = _Trend()
         self._last_end = 0.0
         self.last_prompt_latency_s = 0.0
         # when the first step of whole prompts was made that decoding rows have waited for; None: they do not wait
@@ -124,23 +134,62 @@ class ChunkSizeController:
         elif self._waiting_since is None:
             self._waiting_since = now
 
-    def note(self, made_at: float, end: float, num_prompt_tokens: int) -> None:
+    def note(self, made_at: float, end: float, num_prompt_tokens: int, num_pairs: int) -> None:
         """Records a step's duration.
 
         Args:
             made_at: when it was handed out, seconds of time.monotonic(); it may have waited for an earlier step.
             end: when its outputs arrived.
             num_prompt_tokens: tokens of its prompts or chunks.
+            num_pairs: the sum, over these, of the tokens that each attends to.
         """
         begin, self._last_end = max(made_at, self._last_end), end
         if num_prompt_tokens:
             self.last_prompt_latency_s = end - made_at
-            token_s = (end - begin) / num_prompt_tokens
-            self._token_s = token_s if self._token_s == 0 else self._token_s + _NEW_WEIGHT * (token_s - self._token_s)
+            token_s, context = (end - begin) / num_prompt_tokens, num_pairs / num_prompt_tokens
+            weight = 1.0 if self._token_s == 0 else _NEW_WEIGHT
+            self._token_s += weight * (token_s - self._token_s)
+            self._context += weight * (context - self._context)
+            self._trend.note(context, token_s)
 
-    def most_tokens(self, budget: int) -> int:
-        """Prompt tokens that a step with decoding rows may compute, at most `budget`."""
+    def most_tokens(self, budget: int, num_computed: int) -> int:
+        """Prompt tokens that a step with decoding rows may compute.
+
+        Args:
+            budget: their limit.
+            num_computed: tokens before the chunk, of the prompt with the most.
+        """
         if self._max_pause_s is None or self._token_s == 0:
             return budget
-        chunks = int(self._max_pause_s / self._token_s) // self._multiple_of
+        slope = self._trend.slope
+        first_s = self._token_s + slope * (num_computed - self._context)
+        first_s = max(first_s, _LEAST_SHARE * self._token_s)
+        # the n for which n (first_s + slope n / 2) is the pause: a chunk's tokens attend to n / 2 of its own
+        root = math.sqrt(first_s * first_s + 2 * slope * self._max_pause_s)
+        chunks = int(2 * self._max_pause_s / (first_s + root)) // self._multiple_of
         return min(budget, max(1, chunks) * self._multiple_of)
+
+
+class _Trend:
+    """How much the seconds of a token grow with the tokens that it attends to."""
+
+    def __init__(self) -> None:
+        self._is_empty = True
+        self._mean_context = self._mean_s = 0.0
+        self._variance = self._covariance = 0.0
+
+    def note(self, context: float, token_s: float) -> None:
+        """Adds a step."""
+        weight = 1.0 if self._is_empty else _NEW_TREND_WEIGHT
+        self._is_empty = False
+        from_mean, from_mean_s = context - self._mean_context, token_s - self._mean_s
+        self._mean_context += weight * from_mean
+        self._mean_s += weight * from_mean_s
+        # the exponentially weighted forms of Welford's updates
+        self._variance = (1 - weight) * (self._variance + weight * from_mean * from_mean)
+        self._covariance = (1 - weight) * (self._covariance + weight * from_mean * from_mean_s)
+
+    @property
+    def slope(self) -> float:
+        """Seconds per token and token attended to, at least 0."""
+        return max(0.0, self._covariance / (self._variance + _TREND_TOKENS**2))

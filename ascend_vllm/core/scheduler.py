@@ -374,7 +374,8 @@ class Scheduler:
             budget -= 1
             index += 1
         if index > len(prompts):
-            budget = self._chunk_size.most_tokens(budget)
+            num_computed = max((request.num_computed_tokens for request in prompts), default=0)
+            budget = self._chunk_size.most_tokens(budget, num_computed)
         if prompts:
             return self._continue_prompts(builder, prompts, budget)
         if rows:
@@ -446,7 +447,7 @@ class Scheduler:
         """Appends sampled tokens to their requests; returns their number."""
         made = self._in_flight.popleft()
         self._num_step_prompt_tokens = made.num_prompt_tokens
-        self._chunk_size.note(made.made_at, time.monotonic(), made.num_chunk_tokens)
+        self._chunk_size.note(made.made_at, time.monotonic(), made.num_chunk_tokens, made.num_chunk_pairs)
         if output.prompt_logprobs:
             outputs += made.take_prompt_logprobs(output.prompt_logprobs)
         num_generated = 0

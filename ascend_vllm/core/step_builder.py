@@ -29,6 +29,7 @@ class StepInFlight:
         rows: the requests that were in these slots.
         made_at: seconds of time.monotonic().
         num_chunk_tokens: tokens of rows that compute more than one.
+        num_chunk_pairs: the sum, over these, of the tokens that each attends to.
         num_prompt_tokens: prompt tokens that no step had computed before.
     """
 
@@ -36,6 +37,7 @@ class StepInFlight:
     rows: list[Request]
     made_at: float
     num_chunk_tokens: int = 0
+    num_chunk_pairs: int = 0
     num_prompt_tokens: int = 0
 
     def sampling_rows(self, slots: list[int]) -> list[Request]:
@@ -148,6 +150,7 @@ class StepBuilder:
                 self.masked.append(row)
         if count > 1:
             self.in_flight.num_chunk_tokens += count
+            self.in_flight.num_chunk_pairs += count * (2 * row.num_computed_tokens - count) // 2
             self._kv_cache.cache_full_blocks(row, min(row.num_computed_tokens, row.num_tokens))
         if row.num_counted_prompt_tokens < row.num_prompt_tokens:
             self._count_prompt_tokens(row)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import statistics
 import types
 from typing import Any
 
 import pytest
 
 from ascend_vllm.core.engine_core import EngineCore
+from ascend_vllm.core.prompt_chunks import ChunkSizeController
 from ascend_vllm.core.request import RequestStatus
 from ascend_vllm.types.messages import EngineCoreRequest, FinishReason
 from ascend_vllm.types.step import SchedulerOutput, StepOutput
@@ -278,6 +280,50 @@ def test_chunks_are_as_small_as_the_pause_needs(clock: Clock, async_scheduling: 
     assert chunks[0] == 20 and set(chunks[2:-1]) == {20 - block_size} and sum(chunks) == 100
     # chunks have at least a block, also if the pause is too short for that
     assert set(chunks_beside_a_decoding_row(clock, max_decode_pause_s=0.001)) == {block_size}
+
+
+def chunk_durations_s(controller: ChunkSizeController, num_tokens: int) -> list[float]:
+    """Durations of the chunks of a prompt, on a device whose tokens cost more the more they attend to.
+
+    As with --async-scheduling a chunk's size is chosen before the one before it is done.
+    """
+    durations: list[float] = []
+    made: list[tuple[float, int, int]] = []
+    start, now, made_at = 0, controller._last_end, controller._last_end
+    while start < num_tokens or made:
+        if start < num_tokens:
+            count = min(controller.most_tokens(512, start), num_tokens - start)
+            made.append((made_at, start, count))
+            start += count
+        if len(made) == 2 or start == num_tokens:
+            begin, before, count = made.pop(0)
+            pairs = count * before + count * count // 2
+            durations.append(0.05 + count * 0.35e-3 + pairs * 7e-8)
+            now = max(now, begin) + durations[-1]
+            controller.note(begin, now, count, pairs)
+        made_at = now
+    return durations
+
+
+def test_chunks_shrink_as_the_context_grows() -> None:
+    """Before a token has become more expensive, not after."""
+    controller = ChunkSizeController(0.25, 16)
+    assert max(chunk_durations_s(controller, 8192)) < 0.28
+    durations = chunk_durations_s(controller, 8192)
+    # those of 512 tokens, at most, or of a few at the end may take less
+    assert max(durations) < 0.255
+    assert statistics.median(durations) > 0.22
+    # a first chunk may be large again, even if the last one was not
+    assert controller.most_tokens(512, 0) > 1.5 * controller.most_tokens(512, 8000)
+
+
+def test_prompts_of_one_length_have_no_trend() -> None:
+    controller = ChunkSizeController(0.25, 16)
+    now = 0.0
+    for duration in (0.1, 0.11, 0.09, 0.1):
+        now += duration
+        controller.note(now - duration, now, 100, 5000)
+    assert controller.most_tokens(512, 0) == controller.most_tokens(512, 4000) == 240
 
 
 def test_chunks_fill_the_step_without_a_limit(clock: Clock) -> None:
