@@ -1,4 +1,4 @@
-"""Writes a Qwen2 model of Hugging Face's layout as a GGUF file in llama.cpp's Q4_0, rounded by llama.cpp itself.
+r"""Writes a Qwen2 model of Hugging Face's layout as a GGUF file in llama.cpp's Q4_0, rounded by llama.cpp itself.
 
     pip install llama-cpp-python gguf
     python benchmarks/comparison/write_gguf.py /tmp/qwen2-0.5b /tmp/qwen2-0.5b-q4_0.gguf
@@ -6,6 +6,12 @@
 The file has no vocabulary: benchmarks send token ids. llama.cpp rounds the embedding, which is also the output layer
 of models that tie both, to 6 bits, or to 8 if rows are no multiple of 256 wide. Imports neither torch nor this
 project, so that it runs in an environment of its own.
+
+On processors with AMX the products of llama-cpp-python 0.3.36 end with a segmentation fault on such a file; it is then
+installed without them:
+
+    CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX_VNNI=ON -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON \
+    -DGGML_AVX512_BF16=ON" pip install llama-cpp-python
 """
 
 from __future__ import annotations
