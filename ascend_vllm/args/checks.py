@@ -132,6 +132,19 @@ def check_block_size(requested: int | None, facts: DeviceFacts) -> int:
     return requested
 
 
+def check_num_seqs(requested: int, facts: DeviceFacts) -> None:
+    """Checks that one call of attention can have the rows of a step.
+
+    Raises:
+        ConfigError: there may be more than the device's operators take.
+    """
+    if facts.max_num_seqs is not None and requested > facts.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-seqs must be at most {facts.max_num_seqs} on {facts.label}, whose attention operators take "
+            f"no more sequences at once, got {requested}."
+        )
+
+
 def check_config(config: EngineConfig) -> None:
     """Checks that concern several sections of a finished configuration.
 

@@ -119,6 +119,7 @@ class EngineArgs(EngineFlags):
                 limits.resolve_dtype(self.dtype, None, facts)
             raise ConfigError(facts.refusal)
         block_size = checks.check_block_size(self.block_size, facts)
+        checks.check_num_seqs(self.max_num_seqs, facts)
         max_model_len = _length(self.max_model_len, "max_model_len", auto_allowed=True)
 
         directory = hf_files.find_model_directory(self.model, self.revision, self.download_dir, self.load_format)

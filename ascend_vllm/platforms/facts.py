@@ -29,6 +29,7 @@ class DeviceFacts:
         default_block_size: the fastest of them.
         kv_byte_dtypes: names of the dtypes of one byte per number that its attention reads keys and values in.
         kv_scale_dtype: of scales that each head of each token has there.
+        max_num_seqs: sequences that one call of attention takes.
         iteration_timeout_s: seconds of a step beyond which the engine counts as hung, unless the environment says
             otherwise.
         model: what kind of the device it is; empty if that is not known or there is only one.
@@ -42,6 +43,7 @@ class DeviceFacts:
     kv_byte_dtypes: tuple[str, ...]
     kv_scale_dtype: str
     iteration_timeout_s: float
+    max_num_seqs: int | None = None
     model: str = ""
     missing: tuple[str, ...] = ()
 
@@ -73,7 +75,7 @@ CPU = DeviceFacts(
     600.0,
 )
 # no 8-bit floats on A2 and A3
-NPU = DeviceFacts("npu", ("bfloat16", "float16"), (64, 128), 128, ("int8",), "float32", 60.0)
+NPU = DeviceFacts("npu", ("bfloat16", "float16"), (64, 128), 128, ("int8",), "float32", 60.0, max_num_seqs=4096)
 FACTS = {facts.name: facts for facts in (CPU, NPU)}
 
 # Kinds of NPU by the runtime's names for them. Ascend910B1 to B4 are the A2 generation and Ascend910_93xx the A3;

@@ -157,8 +157,13 @@ class MultiStepDecoder:
         host = self._look_ahead(slots, num_steps)
         passes = self._run_passes(host)
         token_ids = np.zeros((len(slots), num_steps), np.int64)
-        for number, (index, _, sampled) in enumerate(passes):
-            token_ids[index, number] = sampled.token_ids.cpu().numpy()
+        if self._host_memory:
+            for number, (index, _, sampled) in enumerate(passes):
+                token_ids[index, number] = sampled.token_ids.numpy()
+        else:
+            # each pass has all rows; one copy, since each waits for the device
+            ids = torch.stack([sampled.token_ids for _, _, sampled in passes], dim=1).cpu()
+            token_ids[:, : len(passes)] = ids.numpy()
         counts = host.counts(token_ids[:, : len(host.num_tokens)])
         # -1 where all tokens were forbidden: the row ends, but the next step may already be scheduled
         self._batch.append_several(slots, token_ids.clip(min=0), counts)

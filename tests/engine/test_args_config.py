@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from ascend_vllm.args import limits
-from ascend_vllm.args.checks import check_block_size
+from ascend_vllm.args.checks import check_block_size, check_num_seqs
 from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.args.hf_files import read_hf_config
 from ascend_vllm.config.arch import LayerPlan
@@ -782,6 +782,13 @@ def test_block_sizes_of_the_devices() -> None:
     assert check_block_size(64, NPU) == 64
     with pytest.raises(ConfigError, match="--block-size must be one of 64, 128 on npu, got 16"):
         check_block_size(16, NPU)
+
+
+def test_sequences_are_those_that_a_call_of_attention_takes() -> None:
+    check_num_seqs(4096, NPU)
+    check_num_seqs(5000, CPU)
+    with pytest.raises(ConfigError, match=r"--max-num-seqs must be at most 4096 on npu, .* got 4097"):
+        check_num_seqs(4097, NPU)
 
 
 def test_unusable_device(make_model: MakeModel) -> None:

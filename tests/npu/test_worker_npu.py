@@ -239,7 +239,8 @@ def test_steps_wait_for_nothing_but_the_ids(npu: Worker, params: SamplingParams)
         assert copies.events == ["forward", "fetch"] * 2
         with watched() as copies:
             driver.step(num_steps=4)
-        assert copies.events == ["forward"] * 4 + ["fetch"] * 4
+        # once for all passes
+        assert copies.events == ["forward"] * 4 + ["fetch"]
 
 
 def test_weights_and_cache_are_on_the_device(npu: Worker) -> None:
