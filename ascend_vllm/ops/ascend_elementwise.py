@@ -93,7 +93,8 @@ def rotary_embedding(
     # torch_npu's _npu_rotary_embedding would do all of this in one call, but it caches the first table it is given
     query, key = query.view(num_tokens, -1, head_size), key.view(num_tokens, -1, head_size)
     if is_neox and rot_dim == head_size and _fits_fused_rotary(query, key):
-        torch.ops.npu.npu_apply_rotary_pos_emb(query, key, cos, sin, "TND")
+        # four axes: the layout TND of three came later
+        torch.ops.npu.npu_apply_rotary_pos_emb(query[None], key[None], cos[None], sin[None], "BSND")
         return
     mode = "half" if is_neox else "interleave"
     for x in (query, key):

@@ -61,6 +61,8 @@ def run(namespace: argparse.Namespace) -> int:
         "ASCEND_SIM_SYNC_TIMEOUT": namespace.sync_timeout,
     }
     variables = {name: str(value) for name, value in options.items() if value is not None}
+    # operators of the graph engine are errors, as on cards that have none of its compiler's packages
+    variables.setdefault("ACL_OP_INIT_MODE", envs.everything().get("ACL_OP_INIT_MODE", "2"))
     envs.export(variables, {"LD_LIBRARY_PATH": LIBRARIES, "PYTHONPATH": torch_npu})
     words = namespace.command_line
     try:

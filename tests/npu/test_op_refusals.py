@@ -23,7 +23,7 @@ CASES = [
 ]
 # of the tests here, those that compare what operators compute with what is right
 NUMERICAL = [path for path in HERE.glob("test_op_*.py") if path.name != pathlib.Path(__file__).name]
-NUMERICAL += [HERE / "test_attention_ops.py", HERE / "test_fused_ops.py"]
+NUMERICAL += [HERE / f"test_{name}.py" for name in ("attention_ops", "fused_ops", "runtime_format")]
 # Operators that compute nothing here: torch_npu only looks whether the library has the first, and calls a later
 # version; it takes the second for values apart from the keys alone, which are refused (see REFUSED).
 WITHOUT_NUMBERS = {"aclnnGroupedMatmulV4", "aclnnKvRmsNormRopeCacheV2"}

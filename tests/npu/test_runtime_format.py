@@ -10,6 +10,7 @@ import torch
 import torch_npu
 
 from tests.npu import acl
+from tests.npu.launches import takes
 
 ND, FRACTAL_NZ = 2, 29
 
@@ -25,6 +26,7 @@ def _internal_formats() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("dtype", "block"), [(torch.float16, 16), (torch.bfloat16, 16), (torch.float32, 16), (torch.int8, 32)]
 )
+@takes("aclnnNpuFormatCast")
 def test_fractal_layout(dtype: torch.dtype, block: int) -> None:
     rows, columns, count = 33, 40, 2
     plain = torch.arange(count * rows * columns).remainder(113).to(dtype).reshape(count, rows, columns)

@@ -37,15 +37,19 @@ Work cast(const aclTensor* source, aclTensor* target) {
   require(source != nullptr, "srcTensor", "must not be null");
   require(target != nullptr, "dstTensor", "must not be null");
   require(source->view.is_contiguous(), "srcTensor", "must be contiguous");
-  require(source->format != ACL_FORMAT_FRACTAL_NZ && target->format == ACL_FORMAT_FRACTAL_NZ, "dstTensor",
-          "only casts from ND to FRACTAL_NZ are simulated");
+  const bool packs = target->format == ACL_FORMAT_FRACTAL_NZ;
+  require(packs != (source->format == ACL_FORMAT_FRACTAL_NZ), "dstTensor",
+          "only casts between ND and FRACTAL_NZ are simulated");
   const std::vector<int64_t> shape = fractal_shape(*source);
-  require(target->storage_shape == shape, "dstTensor", "its storage has another shape than the cast computes");
-  const at::Tensor in = source->view;
-  const at::Tensor out = at::from_blob(target->view.data_ptr(), shape, in.options());
-  require(on_device(in.data_ptr(), in.nbytes()), "srcTensor", "is not device memory");
-  require(on_device(out.data_ptr(), out.nbytes()), "dstTensor", "is not device memory");
-  return [=] { out.copy_(to_fractal(in, shape)); };
+  require((packs ? target : source)->storage_shape == shape, packs ? "dstTensor" : "srcTensor",
+          "its storage has another shape than the cast computes");
+  // checks that its memory is the device's
+  const Weight in(*source, "srcTensor");
+  at::Tensor out = target->view;
+  if (packs) out = at::from_blob(out.data_ptr(), shape, in.options());
+  require(out.is_contiguous() && on_device(out.data_ptr(), out.nbytes()), "dstTensor",
+          "must be contiguous device memory");
+  return [=] { out.copy_(packs ? to_fractal(in, shape) : in.nd()); };
 }
 
 [[maybe_unused]] const bool listed = cann() >= 901 && add_operator(kName);
@@ -64,9 +68,13 @@ ASCEND_SIM_API aclnnStatus aclnnNpuFormatCastCalculateSizeAndFormat(const aclTen
     };
     refuse_unless(cann() >= 901, "srcTensor", "the operator came with CANN 9.1");
     refuse_unless(source != nullptr, "srcTensor", "must not be null");
-    refuse_unless(dtype == -1, "additionalDtype", "must be -1 on Atlas A2 and A3");
-    refuse_unless(format == ACL_FORMAT_FRACTAL_NZ, "dstFormat", "only FRACTAL_NZ is simulated");
-    const std::vector<int64_t> dims = fractal_shape(*source);
+    // float32 is cast in tiles of 16 elements, as if it were float16
+    const bool known =
+        dtype == -1 || dtype == source->dtype || (source->dtype == ACL_FLOAT && dtype == ACL_FLOAT16);
+    refuse_unless(known, "additionalDtype", std::to_string(dtype) + " of another type is not simulated");
+    const bool packs = format == ACL_FORMAT_FRACTAL_NZ;
+    refuse_unless(packs || format == ACL_FORMAT_ND, "dstFormat", "only ND and FRACTAL_NZ are simulated");
+    const std::vector<int64_t> dims = packs ? fractal_shape(*source) : source->view.sizes().vec();
     *rank = dims.size();
     *shape = new int64_t[dims.size()];
     std::copy(dims.begin(), dims.end(), *shape);
