@@ -240,6 +240,28 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
     assert check(make_problem(MIXED[::-1], spec_of())).isfinite().all()
 
 
+def test_a_copy_of_blocks_moves_those_blocks_alone() -> None:
+    """Operators read and write the blocks in their places; none rearranges, moves or allocates the cache."""
+    problem = make_problem(PROMPTS, spec_of())
+    backend, kv_cache = make_backend(problem)
+    sources, targets = torch.tensor([0], device=NPU), torch.tensor([1], device=NPU)
+    allocated = torch.npu.memory_allocated()  # type: ignore[attr-defined]
+    torch.npu.reset_peak_memory_stats()  # type: ignore[attr-defined]
+    with traced() as calls:
+        backend.copy_blocks(kv_cache, sources, kv_cache, targets)
+    # of keys, then of values
+    assert [call["op"] for call in calls] == ["aclnnIndexSelect", "aclnnInplaceIndexCopy"] * 2
+    # any other dimension would be made the first one by a copy of everything
+    assert [call["args"]["dim"] for call in calls] == [0] * 4
+    half, block = list(kv_cache.shape[1:]), [1, *kv_cache.shape[2:]]
+    for call in calls:
+        shapes = [value["shape"] for value in call["args"].values() if isinstance(value, dict)]
+        # the cache that is indexed, the block and its number
+        assert sorted(shapes) == sorted([half, block, [1]])
+    peak = torch.npu.max_memory_allocated() - allocated  # type: ignore[attr-defined]
+    assert peak <= 2 * kv_cache[0, 0].nbytes + 4096
+
+
 def test_blocks_are_copied_within_the_cache_and_to_the_host() -> None:
     problem = make_problem(PROMPTS, spec_of())
     backend, kv_cache = make_backend(problem)

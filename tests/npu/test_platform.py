@@ -46,7 +46,7 @@ def probe(**options: bool) -> NpuProbe:
 
 def test_the_runtime_is_asked_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASCEND_SIM_DEVICES", "2")
-    assert probe() == NpuProbe(count=2, soc="Ascend910B3")
+    assert probe() == NpuProbe(count=2, soc="Ascend910B3", cann="9.1.0")
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1")
     found = probe(with_memory=True)
     assert (found.count, found.total_bytes) == (1, int(os.environ["ASCEND_SIM_MEMORY"]))
@@ -282,3 +282,24 @@ def test_replays_of_a_graph_do_not_wait_for_each_other(monkeypatch: pytest.Monke
     assert [float(result.flatten()[0].cpu()) for result in results] == [2.0, 4.0, 50.0]
     # the device begins while the host prepares the updates
     assert calls == ["replay", "update"] * 3
+
+
+@pytest.mark.parametrize(("cann", "works"), [("8.5", False), ("9.0", True)])
+def test_older_releases_of_cann(cann: str, works: bool) -> None:
+    """8.5 is refused before anything is downloaded, with the doctor's sentence; 9.0 starts and is warned of."""
+    script = """
+import logging
+from ascend_vllm.platforms import facts, get_platform
+from ascend_vllm.platforms.npu import NpuPlatform
+logging.basicConfig(level=logging.WARNING)
+print(facts.npu_unusable_reason())
+NpuPlatform().initialize(0)
+"""
+    done = run(sys.executable, "-W", "ignore", "-c", script, ASCEND_SIM_CANN=cann)
+    sentence = facts.CannFacts.of(f"{cann}.0")
+    if works:
+        assert done.returncode == 0 and done.stdout.splitlines()[0] == "None", done.stderr
+        assert sentence.warning and sentence.warning in done.stderr + done.stdout
+    else:
+        assert sentence.refusal is not None and sentence.refusal in done.stdout.splitlines()[0]
+        assert done.returncode != 0 and f"ConfigError: --device npu: {sentence.refusal}" in done.stderr
