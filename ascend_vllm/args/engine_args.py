@@ -12,7 +12,7 @@ import msgspec
 from ascend_vllm.args import checks, hf_checks, hf_files, limits, pooling
 from ascend_vllm.args.fields import Flag, flags_of, refuse_unsupported
 from ascend_vllm.args.graphs import resolve_graph_config
-from ascend_vllm.args.kv_cache import check_kv_cache, read_layer_scales
+from ascend_vllm.args.kv_cache import check_kv_cache, has_int8_scales, read_layer_scales
 from ascend_vllm.args.parallel import parallel_config
 from ascend_vllm.args.parser import (
     AUTO_LENGTH,
@@ -232,6 +232,7 @@ class EngineArgs(EngineFlags):
             cache_dtype=self.kv_cache_dtype,
             scale_dtype=scale_dtype,
             layer_scales=layer_scales,
+            has_checkpoint_scales=has_int8_scales(arch),
             enable_prefix_caching=self.enable_prefix_caching,
             sliding_window=arch.common_window,
         )

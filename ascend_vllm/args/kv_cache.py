@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from ascend_vllm.types.kv_cache import KV_CACHE_FORMATS
 
 # of the numbers that the file's scales were made for; files for int8 say it too
 _FILE_DTYPE = "float8_e4m3fn"
+# of a tensor in ModelSlim's description
+_MODELSLIM_SCALE = re.compile(r".*\.k_proj\.kv_cache_scale")
 
 
 def check_kv_cache(args: EngineFlags, facts: DeviceFacts, arch: ArchConfig) -> None:
@@ -37,11 +40,10 @@ def check_kv_cache(args: EngineFlags, facts: DeviceFacts, arch: ArchConfig) -> N
             "already and stays in the model's dtype; leave it at auto."
         )
     if args.quantization_param_path is None:
-        scheme = arch.quantization.parameters.get("kv_cache_scheme") if arch.quantization is not None else None
-        if name in ("fp8", "fp8_e4m3") and isinstance(scheme, Mapping) and scheme.get("type") == "int":
+        if name in ("fp8", "fp8_e4m3") and _scales_are_of_integers(arch):
             raise ConfigError(
-                f"--kv-cache-dtype {name}: the checkpoint's scales of keys and values are those of integers "
-                "(kv_cache_scheme); use int8, which computes its own."
+                f"--kv-cache-dtype {name}: the checkpoint's scales of keys and values are those of integers; "
+                "use int8."
             )
         return
     is_dynamic = cache_format is not None and cache_format.has_scales and name != "int8"
@@ -50,6 +52,26 @@ def check_kv_cache(args: EngineFlags, facts: DeviceFacts, arch: ArchConfig) -> N
             f"--quantization-param-path has scales that --kv-cache-dtype {name} does not use; use int8, fp8, "
             "fp8_e4m3 or fp8_e5m2, or leave the file out."
         )
+
+
+def has_int8_scales(arch: ArchConfig) -> bool:
+    """Whether a checkpoint has scales of int8 keys and values: ModelSlim's, or compressed-tensors' of layers."""
+    scheme = _kv_cache_scheme(arch)
+    is_of_layers = scheme.get("num_bits") == 8 and scheme.get("strategy") == "tensor"
+    is_served = is_of_layers and scheme.get("symmetric") is not False and not scheme.get("dynamic")
+    return _scales_are_of_integers(arch) and (is_served or not scheme)
+
+
+def _scales_are_of_integers(arch: ArchConfig) -> bool:
+    description = arch.quantization.parameters.get("description") if arch.quantization is not None else None
+    is_modelslim = isinstance(description, Mapping) and any(map(_MODELSLIM_SCALE.fullmatch, description))
+    return is_modelslim or _kv_cache_scheme(arch).get("type") == "int"
+
+
+def _kv_cache_scheme(arch: ArchConfig) -> Mapping[str, Any]:
+    """What compressed-tensors says of keys and values; {}: nothing."""
+    scheme = arch.quantization.parameters.get("kv_cache_scheme") if arch.quantization is not None else None
+    return scheme if isinstance(scheme, Mapping) else {}
 
 
 def read_layer_scales(

@@ -1,4 +1,7 @@
-"""Attention on Ascend NPUs over keys and values in int8, with a scale for each head of each token.
+"""Attention on Ascend NPUs over keys and values in int8.
+
+Each head of each token has a scale of its own, or a layer has one for keys and one for values. These two become
+factors on scores and on results, so that the operators get a scale of 1.
 
 Letters: T tokens of a step, R rows of a step, t tokens and r rows of a part, N query heads, K KV heads, D head size,
 P blocks of the cache, S tokens of a block, B maximum blocks of a row.
@@ -11,6 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -20,7 +24,8 @@ from ascend_vllm.attention.ascend_plan import BytePart, split_byte_rows
 from ascend_vllm.attention.backend import AttentionSpec, ForwardBatch, RotaryStep
 from ascend_vllm.types.kv_cache import KEY_VALUE, KVCacheSpec
 
-# value of key_antiquant_mode and value_antiquant_mode: scales of tokens and heads, in blocks as the keys are
+# values of key_antiquant_mode and value_antiquant_mode: one scale; scales of tokens and heads in blocks, as the keys
+_ONE_SCALE = 0
 _PAGED_SCALES = 5
 
 
@@ -29,8 +34,8 @@ class Int8Cache(NamedTuple):
 
     # [2, P, K, S, D] int8
     numbers: torch.Tensor
-    # [2, P, K, S] float32
-    scales: torch.Tensor
+    # [2, P, K, S] float32; None: the layer has one scale for all keys, and one for all values
+    scales: torch.Tensor | None
 
 
 def _store_int8(
@@ -38,8 +43,10 @@ def _store_int8(
     key: torch.Tensor,
     value: torch.Tensor,
     numbers: torch.Tensor,
-    scales: torch.Tensor,
+    scales: torch.Tensor | None,
     rows: torch.Tensor,
+    k_scale: float,
+    v_scale: float,
 ) -> torch.Tensor:
     """Rounds keys and values and writes them to a layer's cache.
 
@@ -50,24 +57,33 @@ def _store_int8(
         numbers: of an `Int8Cache`; written.
         scales: likewise.
         rows: [2, T*K] int64 of the keys' and of the values' heads among all [2*P*K*S], all different.
+        k_scale: of all keys, if there are no others.
+        v_scale: likewise.
 
     Returns:
         A contiguous copy of the query, which attention needs anyway.
     """
     block_size, head_size = numbers.shape[3:]
-    new = torch.stack((key, value)).view(2, -1, 1, head_size)
-    (new_keys, new_values), new_scales = torch.ops.npu.npu_dynamic_quant(new)
+    shape = (2, -1, 1, head_size)
+    if scales is None:
+        ratios = (key.float() / k_scale, value.float() / v_scale)
+        new_numbers = torch.stack(ratios).round().clamp(-128, 127).to(torch.int8).view(shape)
+    else:
+        new_numbers, new_scales = torch.ops.npu.npu_dynamic_quant(torch.stack((key, value)).view(shape))
+        scales.view(-1).index_copy_(0, rows.view(-1), new_scales.view(-1))
     # to the operator each head of a block is a block of one head
     key_cache, value_cache = numbers.view(2, -1, block_size, 1, head_size)
-    torch.ops.npu.npu_scatter_pa_kv_cache(new_keys, new_values, key_cache, value_cache, rows[0], cache_mode="Norm")
-    scales.view(-1).index_copy_(0, rows.view(-1), new_scales.view(-1))
+    torch.ops.npu.npu_scatter_pa_kv_cache(
+        new_numbers[0], new_numbers[1], key_cache, value_cache, rows[0], cache_mode="Norm"
+    )
     return query.clone(memory_format=torch.contiguous_format)
 
 
 # As one op for compilers, whose schema does not declare that it writes the cache: see `ascend_calls`.
 _library: Any = torch.library.Library("ascend_vllm", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
-    "ascend_store_int8(Tensor query, Tensor key, Tensor value, Tensor numbers, Tensor scales, Tensor rows) -> Tensor"
+    "ascend_store_int8(Tensor query, Tensor key, Tensor value, Tensor numbers, Tensor? scales, Tensor rows, "
+    "float k_scale, float v_scale) -> Tensor"
 )
 _library.impl("ascend_store_int8", _store_int8, "PrivateUse1")
 _library.impl(
@@ -125,6 +141,8 @@ class AscendInt8Attention(AscendBackend):
         super().__init__(block_size)
         # made by `bind`: K → [2, 1, K] int64, rows of the heads of slot 0
         self._first_rows: dict[int, torch.Tensor] = {}
+        # likewise: dtype of queries → [1], the scale of numbers without scales
+        self._one: dict[torch.dtype, torch.Tensor] = {}
 
     @classmethod
     def unsupported_cache_reason(
@@ -132,8 +150,8 @@ class AscendInt8Attention(AscendBackend):
         cache: KVCacheSpec,
         dtype: torch.dtype,  # noqa: ARG003 - bytes of every dtype are cached
     ) -> str | None:
-        wanted = KVCacheSpec(KEY_VALUE, cache.block_shape, "int8", cache.block_shape[:-1], "float32")
-        if cache == wanted:
+        known = KVCacheSpec(KEY_VALUE, cache.block_shape, "int8")
+        if cache in (known, msgspec.structs.replace(known, scale_shape=cache.block_shape[:-1])):
             return None
         return f"it caches keys and values in int8 with float32 scales, not {cache.kind} in {cache.dtype}"
 
@@ -143,6 +161,8 @@ class AscendInt8Attention(AscendBackend):
 
     def make_cache(self, memory: torch.Tensor, num_blocks: int, cache: KVCacheSpec) -> Int8Cache:
         shape = self.kv_cache_shape(num_blocks, cache)
+        if cache.scale_shape is None:
+            return Int8Cache(memory[: math.prod(shape)].view(torch.int8).view(shape), None)
         num_bytes, num_scale_bytes = math.prod(shape), math.prod(shape[:-1]) * torch.float32.itemsize
         numbers, scales = memory[: num_bytes + num_scale_bytes].split_with_sizes((num_bytes, num_scale_bytes))
         return Int8Cache(numbers.view(torch.int8).view(shape), scales.view(torch.float32).view(shape[:-1]))
@@ -150,6 +170,7 @@ class AscendInt8Attention(AscendBackend):
     def bind(self, specs: Sequence[AttentionSpec], kv_caches: Sequence[Int8Cache], num_blocks: int) -> None:
         numbers = kv_caches[0].numbers
         self._reserve(specs, numbers.shape[1], num_blocks, numbers.device)
+        self._one = {dtype: torch.ones(1, dtype=dtype, device=numbers.device) for dtype in self.dtypes}
         for numbers, _ in kv_caches:
             _, num_all, num_heads, block_size, _ = numbers.shape
             halves = torch.arange(2, device=numbers.device) * (num_all * num_heads * block_size)
@@ -160,6 +181,8 @@ class AscendInt8Attention(AscendBackend):
         self, source: Int8Cache, source_blocks: torch.Tensor, target: Int8Cache, target_blocks: torch.Tensor
     ) -> None:
         for part, target_part in zip(source, target, strict=True):
+            if part is None or target_part is None:
+                continue
             for half, target_half in zip(part.unbind(0), target_part.unbind(0), strict=True):
                 copy_blocks(half, source_blocks, target_half, target_blocks)
 
@@ -239,7 +262,7 @@ class AscendInt8Attention(AscendBackend):
         if rotary is not None:
             rotary.rotate(query, key, spec.head_size)
         store = torch.ops.ascend_vllm.ascend_store_int8 if metadata.is_compiled else _store_int8
-        query = store(query, key, value, *kv_cache, metadata.rows[spec.num_kv_heads])
+        query = store(query, key, value, *kv_cache, metadata.rows[spec.num_kv_heads], spec.k_scale, spec.v_scale)
         query = query.view(-1, spec.num_heads, spec.head_size)
         outputs = []
         for part in metadata.parts:
@@ -248,13 +271,16 @@ class AscendInt8Attention(AscendBackend):
             else:
                 output = _attend_gathered(spec, query[part.part.tokens], kv_cache, part, self._mask)
             outputs.append(output.view(-1, spec.num_heads * spec.head_size))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return output if spec.v_scale == 1 else output * spec.v_scale
 
     def _decode(
         self, spec: AttentionSpec, query: torch.Tensor, kv_cache: Int8Cache, part: DecodedPart
     ) -> torch.Tensor:
         """query [t, N, D] → [t, N, 1, D]."""
-        (keys, values), (key_scales, value_scales) = (both.unbind(0) for both in kv_cache)
+        (keys, values), scales = kv_cache.numbers.unbind(0), kv_cache.scales
+        key_scale, value_scale = [self._one[query.dtype]] * 2 if scales is None else scales.unbind(0)
+        mode = _ONE_SCALE if scales is None else _PAGED_SCALES
         # the kernels for one token know no window but that of a mask
         mask = None if spec.sliding_window is None else part.window_masks[spec.sliding_window]
         output: torch.Tensor = torch.ops.npu.npu_fused_infer_attention_score(
@@ -263,16 +289,16 @@ class AscendInt8Attention(AscendBackend):
             values,
             atten_mask=mask,
             actual_seq_lengths_kv=part.seq_lens,
-            key_antiquant_scale=key_scales,
-            value_antiquant_scale=value_scales,
+            key_antiquant_scale=key_scale,
+            value_antiquant_scale=value_scale,
             block_table=part.block_table,
             num_heads=spec.num_heads,
             num_key_value_heads=spec.num_kv_heads,
-            scale=spec.scale,
+            scale=spec.scale * spec.k_scale,
             input_layout="BNSD",
             block_size=self.block_size,
-            key_antiquant_mode=_PAGED_SCALES,
-            value_antiquant_mode=_PAGED_SCALES,
+            key_antiquant_mode=mode,
+            value_antiquant_mode=mode,
         )[0]
         return output
 
@@ -283,10 +309,16 @@ def _attend_gathered(
     """query [t, N, D] → [t, N, D]."""
     part, rows = gathered.part, gathered.rows[spec.num_kv_heads].view(-1)
     numbers = kv_cache.numbers.view(-1, spec.head_size).index_select(0, rows)
-    scales = kv_cache.scales.view(-1).index_select(0, rows)
-    floats = (numbers * scales[:, None]).to(query.dtype).view(2, -1, spec.num_kv_heads, spec.head_size)
-    ends = part.query_ends, part.kv_ends
-    return packed_attention(spec, query, floats[0], floats[1], mask, *ends, high_precision=part.high_precision)
+    is_precise = part.high_precision
+    if kv_cache.scales is None:
+        floats = numbers.to(query.dtype)
+        # products with bytes may be beyond float16
+        spec, is_precise = dataclasses.replace(spec, scale=spec.scale * spec.k_scale), True
+    else:
+        scales = kv_cache.scales.view(-1).index_select(0, rows)
+        floats = (numbers * scales[:, None]).to(query.dtype)
+    key, value = floats.view(2, -1, spec.num_kv_heads, spec.head_size).unbind(0)
+    return packed_attention(spec, query, key, value, mask, part.query_ends, part.kv_ends, high_precision=is_precise)
 
 
 def _lengths_of_tokens(seq_lens: Sequence[int], query_lens: Iterable[int]) -> list[int]:

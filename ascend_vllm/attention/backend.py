@@ -323,8 +323,8 @@ class AttentionBackend(abc.ABC):
         Args:
             spec: of the layer.
             query: [T, N*D].
-            key: [T, K*D].
-            value: [T, K*D].
+            key: [T, K*D]; may be float32 for a cache in bytes without scales of its own.
+            value: likewise.
             kv_cache: of the layer; written.
             batch: the step's tokens and rows.
             metadata: result of `prepare`.

@@ -20,6 +20,7 @@ class CacheConfig(msgspec.Struct, frozen=True):
         cache_dtype: "auto" (the model's), a dtype's name or one of `KV_CACHE_FORMATS`.
         scale_dtype: of scales in a cache of `KV_CACHE_FORMATS`; the device's.
         layer_scales: scales of keys and values of each layer, for each tensor-parallel rank; None: no file has them.
+        has_checkpoint_scales: the checkpoint has scales of int8 keys and values.
         enable_prefix_caching: reuse blocks with equal contents.
         sliding_window: tokens that every layer looks back on, so that older blocks are of no use; None: a layer
             sees everything.
@@ -33,6 +34,7 @@ class CacheConfig(msgspec.Struct, frozen=True):
     cache_dtype: str = "auto"
     scale_dtype: str = "bfloat16"
     layer_scales: tuple[tuple[float, ...], ...] | None = None
+    has_checkpoint_scales: bool = False
     enable_prefix_caching: bool = False
     sliding_window: int | None = None
 
@@ -40,7 +42,8 @@ class CacheConfig(msgspec.Struct, frozen=True):
     def format(self) -> KVCacheFormat | None:
         """Of a cache in one byte per number; None: it is in the model's dtype."""
         found = KV_CACHE_FORMATS.get(self.cache_dtype)
-        if found is None or self.layer_scales is not None:
+        is_measured = self.layer_scales is not None or (self.has_checkpoint_scales and self.cache_dtype == "int8")
+        if found is None or is_measured:
             return found and KVCacheFormat(found.dtype)
         return msgspec.structs.replace(found, scale_dtype=self.scale_dtype)
 

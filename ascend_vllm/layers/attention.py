@@ -40,6 +40,45 @@ class ForwardContext:
     local_rotary: RotaryStep | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChannelScales:
+    """Of keys and values in int8, as ModelSlim measures them: byte = number / scale + offset.
+
+    Attributes:
+        scales: [2, K*D] float32, of keys (after their rotation) and values of this rank's heads.
+        offsets: likewise.
+    """
+
+    scales: torch.Tensor
+    offsets: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _FoldedScales:
+    """Attention over bytes by channel: kernels see numbers that are bytes already, with a scale of 1.
+
+    Scales of keys become factors on queries; offsets of keys add the same to all scores of a query, which a softmax
+    does not see. Sums of values are scaled, and their offsets subtracted: weights add up to 1.
+    """
+
+    channels: ChannelScales
+    # [N*D] in the queries' dtype
+    of_queries: torch.Tensor
+    # [N*D] float32
+    of_outputs: torch.Tensor
+    output_offsets: torch.Tensor
+
+    @classmethod
+    def of(cls, channels: ChannelScales, spec: AttentionSpec, dtype: torch.dtype) -> _FoldedScales:
+        group = spec.num_heads // spec.num_kv_heads
+
+        def each_head(of_kv_heads: torch.Tensor) -> torch.Tensor:
+            return of_kv_heads.view(-1, spec.head_size).repeat_interleave(group, 0).flatten()
+
+        keys, values = map(each_head, channels.scales)
+        return cls(channels, keys.to(dtype), values, each_head(channels.offsets[1]))
+
+
 class Attention(Layer):
     """One attention layer over the paged KV cache.
 
@@ -66,6 +105,7 @@ class Attention(Layer):
         self._kv_cache = kv_cache
         self._is_local = is_local
         self._cache_format: KVCacheFormat | None = None
+        self._folded: _FoldedScales | None = None
 
     def set_cache_format(
         self, cache_format: KVCacheFormat | None, k_scale: float = 1.0, v_scale: float = 1.0
@@ -80,6 +120,10 @@ class Attention(Layer):
         self._cache_format = cache_format
         self.spec = dataclasses.replace(self.spec, k_scale=k_scale, v_scale=v_scale)
 
+    def set_channel_scales(self, channels: ChannelScales) -> None:
+        """Sets the scales, on the model's device, of a cache in int8 without scales of its own."""
+        self._folded = _FoldedScales.of(channels, self.spec, self.dtype)
+
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """What the layer caches per block of tokens; subclasses may differ from the layer's plan."""
         spec, dtype = self.spec, str(self.dtype).removeprefix("torch.")
@@ -91,7 +135,21 @@ class Attention(Layer):
         """query [T, N*D], key and value [T, K*D] → [T, N*D]; rotates query and key, stores key and value."""
         cache = context.kv_caches[self.index]
         rotary = context.local_rotary if self._is_local else context.rotary
-        return context.backend.forward(self.spec, query, key, value, cache, context.batch, context.metadata, rotary)
+        folded, step = self._folded, (cache, context.batch, context.metadata)
+        if folded is None:
+            return context.backend.forward(self.spec, query, key, value, *step, rotary)
+        if rotary is not None:
+            rotary.rotate(query, key, self.spec.head_size)
+        key_scales, value_scales = folded.channels.scales
+        key_offsets, value_offsets = folded.channels.offsets
+        sums = context.backend.forward(
+            self.spec,
+            query * folded.of_queries,
+            key / key_scales + key_offsets,
+            value / value_scales + value_offsets,
+            *step,
+        )
+        return ((sums - folded.output_offsets) * folded.of_outputs).to(query.dtype)
 
     def forward_latent(
         self, query: torch.Tensor, latent: torch.Tensor, weights: LatentWeights, context: ForwardContext

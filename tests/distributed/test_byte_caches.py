@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import pathlib
+import shutil
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 
 from ascend_vllm import LLM, BeamSearchParams, SamplingParams
 from tests.distributed.conftest import (
@@ -60,3 +66,26 @@ def test_a_group_generates_what_one_worker_does(odd_model: str, flag: str, kv_ca
     finally:
         group.shutdown()
         alone.shutdown()
+
+
+def test_ranks_have_their_channels(odd_model: str, tmp_path: pathlib.Path) -> None:
+    """Scales of channels, as ModelSlim measures them, are divided like the heads."""
+    directory = tmp_path / "model"
+    shutil.copytree(odd_model, directory)
+    (file,) = directory.glob("*.safetensors")
+    tensors = safetensors.torch.load_file(file)
+    for layer, part in itertools.product(range(2), "kv"):
+        # 2 KV heads of 16
+        scales = torch.linspace(0.01, 0.09, 32) if part == "k" else torch.linspace(0.08, 0.02, 32)
+        tensors[f"model.layers.{layer}.self_attn.{part}_proj.kv_cache_scale"] = scales
+        tensors[f"model.layers.{layer}.self_attn.{part}_proj.kv_cache_offset"] = torch.arange(-16.0, 16.0)
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    (directory / "quant_model_description.json").write_text(json.dumps(dict.fromkeys(tensors, "FLOAT")))
+    options = OPTIONS | {"kv_cache_dtype": "int8"}
+    alone, group = LLM(str(directory), **options), LLM(str(directory), tensor_parallel_size=2, **options)
+    own = LLM(odd_model, **options)
+    try:
+        assert ids_of(generate(group)) == ids_of(generate(alone)) != ids_of(generate(own))
+    finally:
+        for llm in (group, alone, own):
+            llm.shutdown()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import pathlib
 from collections.abc import Sequence
@@ -42,8 +44,10 @@ DRAFTED: Rows = [(3, 70), (3, 64), (3, 4)]
 # ---- the backend ---------------------------------------------------------------------------------------------
 
 
-def make_cache(backend: AscendInt8Attention, spec: AttentionSpec, num_blocks: int, device: str) -> Int8Cache:
-    wanted = KVCacheFormat("int8", has_scales=True, scale_dtype="float32")
+def make_cache(
+    backend: AscendInt8Attention, spec: AttentionSpec, num_blocks: int, device: str, *, has_scales: bool = True
+) -> Int8Cache:
+    wanted = KVCacheFormat("int8", has_scales, "float32")
     cache = KEYS_AND_VALUES.spec(BLOCK_SIZE, spec.num_kv_heads, spec.head_size, "float16", wanted)
     assert backend.unsupported_cache_reason(cache, torch.float16) is None
     memory = torch.zeros(num_blocks * cache.block_bytes, dtype=torch.uint8, device=device)
@@ -53,13 +57,14 @@ def make_cache(backend: AscendInt8Attention, spec: AttentionSpec, num_blocks: in
 def bound(problem: Problem) -> tuple[AscendInt8Attention, Int8Cache]:
     """A backend, and its cache with what the problem has cached."""
     backend = AscendInt8Attention(BLOCK_SIZE)
-    cache = make_cache(backend, problem.spec, problem.cache.shape[1], "npu:0")
+    cache = make_cache(backend, problem.spec, problem.cache.shape[1], "npu:0", has_scales=problem.spec.k_scale == 1)
     # [2, P, K, S, D]
     floats = problem.cache.transpose(2, 3).float()
     scales = floats.abs().amax(-1) / 127
     cache.numbers.copy_((floats / scales[..., None]).nan_to_num().round().to(torch.int8))
-    # what nobody wrote must not be read
-    cache.scales.copy_(scales)
+    if cache.scales is not None:
+        # what nobody wrote must not be read
+        cache.scales.copy_(scales)
     backend.bind([problem.spec], [cache], problem.num_blocks)
     return backend, cache
 
@@ -77,8 +82,11 @@ def check(problem: Problem) -> torch.Tensor:
     expected = problem.cache.clone()
     for half, part in zip(expected.unbind(0), problem.parts()[1:], strict=True):
         half.view(-1, problem.spec.num_kv_heads * problem.spec.head_size)[slots[kept]] = part.cpu()[kept]
-    found = (cache.numbers.cpu() * cache.scales.cpu()[..., None]).transpose(2, 3)[:, : problem.num_blocks]
-    torch.testing.assert_close(found, expected[:, : problem.num_blocks].float(), equal_nan=True, atol=0, rtol=1e-6)
+    pool = slice(0, problem.num_blocks)
+    scales = problem.spec.k_scale if cache.scales is None else cache.scales.cpu()[..., None]
+    found, wanted = (cache.numbers.cpu() * scales).transpose(2, 3)[:, pool], expected[:, pool].float()
+    wanted = wanted.nan_to_num() if cache.scales is None else wanted
+    torch.testing.assert_close(found, wanted, equal_nan=True, atol=0, rtol=1e-6)
     return output
 
 
@@ -98,6 +106,13 @@ def test_shapes(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype) -
     check(make_problem(MIXED, spec_of(heads, kv_heads, head_size), dtype, BLOCK_SIZE, is_exact_in_int8=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_scales_of_layers(kv_heads: int, dtype: torch.dtype) -> None:
+    spec = dataclasses.replace(spec_of(kv_heads=kv_heads), k_scale=1 / 64, v_scale=1 / 64)
+    check(make_problem(MIXED, spec, dtype, BLOCK_SIZE, is_exact_in_int8=True))
+
+
 def test_tokens_that_are_stored_nowhere() -> None:
     check(make_problem(DECODE, spec_of(), block_size=BLOCK_SIZE, void=(1, 3), is_exact_in_int8=True))
 
@@ -115,6 +130,7 @@ def test_long_contexts_are_gathered_apart(monkeypatch: pytest.MonkeyPatch) -> No
 def test_blocks_are_copied_with_their_scales() -> None:
     backend, spec = AscendInt8Attention(BLOCK_SIZE), spec_of()
     device, host = make_cache(backend, spec, 4, "npu:0"), make_cache(backend, spec, 3, "cpu")
+    assert device.scales is not None and host.scales is not None
     for part in device:
         part.copy_(torch.randint(-99, 99, part.shape))
     before = [part.cpu() for part in device]
@@ -223,6 +239,17 @@ def test_compiled_graphs(
     engine = make_engine("npu", max_num_seqs=2)
     assert engine.config.graphs.mode == GraphMode.COMPILED
     assert tokens(answers(engine, LONG)) == tokens(expected)
+
+
+def test_scales_of_a_file(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "scales.json"
+    scales = {"0": {str(layer): 0.04 for layer in range(3)}}
+    path.write_text(json.dumps({"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": scales}}))
+    on_cpu = answers(make_engine("cpu", dtype="float32", quantization_param_path=str(path)), LONG)
+    on_npu = answers(make_engine("npu", quantization_param_path=str(path)), LONG)
+    for one, other in zip(on_npu, on_cpu, strict=True):
+        # float16 rounds some numbers to the next byte
+        assert one.outputs[0].token_ids[:5] == other.outputs[0].token_ids[:5]
 
 
 @pytest.mark.parametrize("name", sorted(KV_CACHE_FORMATS))

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 import shutil
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
 from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.args.kv_cache import check_kv_cache, read_layer_scales
+from ascend_vllm.attention.backend import AttentionSpec, ForwardBatch
+from ascend_vllm.attention.cpu import CpuAttention
 from ascend_vllm.config.quantization import QuantizationConfig
 from ascend_vllm.entrypoints.lmdeploy.config import PytorchEngineConfig, TurbomindEngineConfig
 from ascend_vllm.errors import ConfigError, ModelLoadError
+from ascend_vllm.layers.attention import Attention, ChannelScales, ForwardContext
+from ascend_vllm.ops.registry import OPS
 from ascend_vllm.platforms.facts import CPU, NPU
-from ascend_vllm.types.kv_cache import KEYS_AND_VALUES, KV_CACHE_FORMATS
+from ascend_vllm.types.kv_cache import KEYS_AND_VALUES, KV_CACHE_FORMATS, KVCacheFormat
 from ascend_vllm.worker.worker import Worker
 from tests.tiny_models import tiny_model
 from tests.worker.worker_driver import GREEDY, NUM_BLOCKS, generate, make_config, make_prompt
@@ -117,6 +123,135 @@ def test_old_checkpoints_have_one_scale_for_both(tmp_path: pathlib.Path) -> None
 def test_bad_scales_of_a_checkpoint(tmp_path: pathlib.Path, tensors: dict[str, torch.Tensor], words: str) -> None:
     with pytest.raises(ModelLoadError, match=words):
         worker_of(checkpoint_with(tmp_path / "model", tensors), "fp8")
+
+
+# ---- int8 scales of checkpoints ------------------------------------------------------------------------------
+
+# of the tiny Qwen2
+NUM_KV_HEADS, HEAD_SIZE = 2, 16
+NUM_CHANNELS = NUM_KV_HEADS * HEAD_SIZE
+
+
+def modelslim_checkpoint(
+    directory: pathlib.Path, scale: float = 0.03, tensors: dict[str, torch.Tensor | None] | None = None
+) -> pathlib.Path:
+    """A checkpoint of which ModelSlim has measured keys and values only; None removes a tensor."""
+    generator = torch.Generator().manual_seed(3)
+    found: dict[str, torch.Tensor | None] = {}
+    for layer, part in itertools.product(range(NUM_LAYERS), "kv"):
+        prefix = f"model.layers.{layer}.self_attn.{part}_proj.kv_cache"
+        found[f"{prefix}_scale"] = scale * (1 + torch.rand(NUM_CHANNELS, generator=generator))
+        found[f"{prefix}_offset"] = torch.randint(-9, 9, (NUM_CHANNELS,), generator=generator).float()
+    found |= tensors or {}
+    checkpoint_with(directory, {name: tensor for name, tensor in found.items() if tensor is not None})
+    (file,) = directory.glob("*.safetensors")
+    names = safetensors.torch.load_file(file)
+    description = {name: "C8" if "kv_cache" in name else "FLOAT" for name in names}
+    written(directory / "quant_model_description.json", description)
+    return directory
+
+
+def tokens_of(directory: pathlib.Path, cache_dtype: str, **options: Any) -> list[int]:
+    config = EngineArgs(model=str(directory), device="cpu", dtype="float32", kv_cache_dtype=cache_dtype, **options)
+    worker = Worker(config.create_engine_config())
+    worker.load_model()
+    worker.initialize_cache(NUM_BLOCKS)
+    return generate(worker, make_prompt(60), GREEDY, 12)
+
+
+def test_scales_of_channels_are_used(tmp_path: pathlib.Path) -> None:
+    """Good ones hardly change a text; such that everything is rounded to zero do."""
+    good, bad = modelslim_checkpoint(tmp_path / "good"), modelslim_checkpoint(tmp_path / "bad", scale=1e5)
+    exact = tokens_of(good, "auto")
+    assert tokens_of(good, "int8")[:4] == exact[:4] == tokens_of(bad, "auto")[:4]
+    assert tokens_of(bad, "int8") != exact
+    # computes its own
+    assert tokens_of(bad, "int8_per_token_head") == tokens_of(good, "int8_per_token_head")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_over_bytes_by_channel(dtype: torch.dtype) -> None:
+    """Against keys and values that were rounded before, in float64."""
+    generator = torch.Generator().manual_seed(5)
+    num_heads, num_tokens, block_size = 2 * NUM_KV_HEADS, 40, 16
+    spec = AttentionSpec(num_heads, NUM_KV_HEADS, HEAD_SIZE, HEAD_SIZE**-0.5)
+    query = torch.randn(num_tokens, num_heads * HEAD_SIZE, generator=generator).to(dtype)
+    halves = (3 * torch.randn(2, num_tokens, NUM_CHANNELS, generator=generator)).to(dtype)
+    scales = 0.02 + torch.rand(2, NUM_CHANNELS, generator=generator) / 20
+    offsets = torch.randint(-40, 40, (2, NUM_CHANNELS), generator=generator).float()
+    layer = Attention(spec, 0, dtype)
+    layer.set_cache_format(KVCacheFormat("int8"))
+    layer.set_channel_scales(ChannelScales(scales, offsets))
+    backend = CpuAttention(block_size)
+    cache_spec = layer.kv_cache_spec(block_size)
+    cache = backend.make_cache(torch.zeros(4 * cache_spec.block_bytes, dtype=torch.uint8), 4, cache_spec)
+    lengths = np.array([num_tokens], np.int32)
+    step = ForwardBatch(
+        input_ids=torch.zeros(num_tokens, dtype=torch.int64),
+        positions=torch.arange(num_tokens),
+        slot_mapping=torch.arange(num_tokens) + block_size,
+        query_start=torch.tensor([0, num_tokens], dtype=torch.int32),
+        seq_lens=torch.from_numpy(lengths),
+        block_table=torch.tensor([[1, 2, 3]], dtype=torch.int32),
+        logits_indices=torch.zeros(0, dtype=torch.int64),
+        query_start_np=np.array([0, num_tokens], np.int32),
+        seq_lens_np=lengths,
+        max_query_len=num_tokens,
+        max_seq_len=num_tokens,
+    )
+    found = layer.forward(query.clone(), *halves.clone(), ForwardContext(step, [cache], backend, None))
+    wide, wide_scales, wide_offsets = halves.double(), scales.double()[:, None], offsets.double()[:, None]
+    rounded = ((wide / wide_scales + wide_offsets).round().clamp(-128, 127) - wide_offsets) * wide_scales
+    heads = rounded.view(2, 1, num_tokens, NUM_KV_HEADS, HEAD_SIZE).transpose(2, 3).contiguous()
+    table, starts = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, num_tokens], dtype=torch.int32)
+    truth = OPS["paged_attention"].reference(
+        query.double().view(num_tokens, num_heads, HEAD_SIZE), *heads, table, starts, step.seq_lens, spec.scale, 0
+    )
+    assert found.dtype == dtype
+    error = float((found.double() - truth.flatten(1)).abs().max())
+    # sums of bytes are rounded in bfloat16 to multiples of 0.5, times scales of at most 0.07
+    assert error < {torch.float32: 1e-5, torch.bfloat16: 0.06}[dtype]
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"),
+    [
+        ("k_proj.kv_cache_scale", torch.zeros(NUM_CHANNELS), "must have finite numbers, and scales positive ones"),
+        ("v_proj.kv_cache_offset", torch.full((NUM_CHANNELS,), torch.inf), "must have finite numbers"),
+        ("k_proj.kv_cache_scale", torch.ones(NUM_CHANNELS // 2), r"has shape \[16\], which is not a number for each"),
+        ("v_proj.kv_cache_scale", torch.ones(3), r"has shape \[3\], which is not a number for each channel"),
+        ("v_proj.kv_cache_scale", None, "layer 1 lacks scales of int8 keys or values"),
+    ],
+)
+def test_bad_scales_of_channels(tmp_path: pathlib.Path, name: str, tensor: torch.Tensor | None, words: str) -> None:
+    directory = modelslim_checkpoint(tmp_path / "model", tensors={f"model.layers.1.self_attn.{name}": tensor})
+    with pytest.raises(ModelLoadError, match=words):
+        tokens_of(directory, "int8")
+
+
+def test_int8_has_the_layers_scales_of_compressed_tensors(tmp_path: pathlib.Path) -> None:
+    tensors = {f"model.layers.{i}.self_attn.k_scale": torch.tensor([0.5 + i]) for i in range(NUM_LAYERS)}
+    tensors |= {f"model.layers.{i}.self_attn.v_scale": torch.tensor([0.125]) for i in range(NUM_LAYERS)}
+    directory = checkpoint_with(tmp_path / "model", tensors)
+    content = json.loads((directory / "config.json").read_text())
+    groups = {
+        "group_0": {"targets": ["re:nothing"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
+    }
+    scheme = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+    def found(scheme: dict[str, Any], cache_dtype: str) -> list[tuple[float, float]]:
+        declared = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+        written(directory / "config.json", content | {"quantization_config": declared | {"kv_cache_scheme": scheme}})
+        config = EngineArgs(model=str(directory), device="cpu", dtype="float32", kv_cache_dtype=cache_dtype)
+        worker = Worker(config.create_engine_config())
+        worker.load_model()
+        return scales_of(worker)
+
+    assert found(scheme, "int8") == [(0.5, 0.125), (1.5, 0.125), (2.5, 0.125)]
+    own = [(1.0, 1.0)] * NUM_LAYERS
+    assert found(scheme, "int8_per_token_head") == own
+    # others are not of layers
+    assert found(scheme | {"strategy": "attn_head"}, "int8") == own
 
 
 # ---- scales of files -----------------------------------------------------------------------------------------

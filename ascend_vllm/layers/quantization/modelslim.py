@@ -29,7 +29,7 @@ class ModelSlimScheme(QuantScheme):
     """Quantizes what the description says."""
 
     # scales of the KV cache
-    ignored_weights = (r".*\.kv_cache_(scale|offset)", r".*\.fa_[qkv]\.(scale|offset)")
+    ignored_weights = (r".*\.fa_[qkv]\.(scale|offset)",)
 
     def __init__(self, config: QuantizationConfig) -> None:
         description = config.parameters.get("description")
