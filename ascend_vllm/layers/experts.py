@@ -15,10 +15,11 @@ from ascend_vllm.distributed.parallel_context import Shard
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.base import Layer, Target, WeightSlot
 from ascend_vllm.layers.context import BuildContext
-from ascend_vllm.layers.quantization.expert_weights import MATRICES, QuantizedExpertStack
+from ascend_vllm.layers.quantization.expert_weights import MATRICES, DeviceExpertStack, QuantizedExpertStack
 from ascend_vllm.layers.quantization.matrix import QuantizedMatrix
 from ascend_vllm.layers.quantization.unquantized import Unquantized
 from ascend_vllm.ops.experts import ExpertStack, route_tokens
+from ascend_vllm.ops.quantized_weights import CODED_FORMS, EXPERT_FORMS
 
 
 class _Transposed:
@@ -78,7 +79,7 @@ class Experts(Layer):
         self._own = parallel.experts(experts.count)
         self._inner = parallel.inside_of_experts(experts.intermediate_size)
         self._hidden_size = hidden_size
-        self._stack: ExpertStack | QuantizedExpertStack
+        self._stack: ExpertStack | QuantizedExpertStack | DeviceExpertStack
         self._matrices: list[Layer] = []
         first = self._matrix(context, prefix, 0, 0)
         if isinstance(first.method, Unquantized):
@@ -86,9 +87,17 @@ class Experts(Layer):
             self._stack = ExpertStack(*sizes, context.dtype, context.device)
             self._slots = self._dense_slots(context, prefix, self._stack)
         else:
-            self._stack = QuantizedExpertStack(prefix, self._own.start, self._own.size, hidden_size, self._inner.size)
+            self._stack = self._quantized_stack(context, prefix)
             self._slots = []
             self._matrices = self._quantized_matrices(context, prefix, self._stack)
+
+    def _quantized_stack(self, context: BuildContext, prefix: str) -> QuantizedExpertStack | DeviceExpertStack:
+        sizes = (self._own.start, self._own.size, self._hidden_size, self._inner.size)
+        form = EXPERT_FORMS.get(context.device.type)
+        if form is None:
+            return QuantizedExpertStack(prefix, *sizes)
+        widened = CODED_FORMS[context.device.type].widened
+        return DeviceExpertStack(prefix, form(self._config.count, *sizes, context.dtype, context.device), widened)
 
     def slots(self) -> list[WeightSlot]:
         """Three matrices for each of this rank's experts; none if they are layers of their own."""
@@ -144,7 +153,9 @@ class Experts(Layer):
         shards = (hidden, self._inner) if matrix == 2 else (self._inner, hidden)
         return QuantizedMatrix(context, f"{prefix}.{expert}.{MATRICES[matrix]}", shape, *shards)
 
-    def _quantized_matrices(self, context: BuildContext, prefix: str, stack: QuantizedExpertStack) -> list[Layer]:
+    def _quantized_matrices(
+        self, context: BuildContext, prefix: str, stack: QuantizedExpertStack | DeviceExpertStack
+    ) -> list[Layer]:
         """Layers that load the matrices. Those of other ranks' experts take nothing of them."""
         matrices: list[Layer] = []
         for expert in range(self._config.count):

@@ -19,7 +19,7 @@ _MAX_EXPERTS = 2048
 _GROUP_ALIGNMENT = 32
 _TOO_SMALL_GROUP = 2
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": ascend_elementwise.silu_and_mul,
     "gelu": lambda x: ascend_elementwise.gelu_and_mul(x, "none"),
     "gelu_tanh": lambda x: ascend_elementwise.gelu_and_mul(x, "tanh"),
@@ -90,11 +90,40 @@ def grouped_experts_mlp(
     """See `experts.grouped_experts_mlp`; numbers of rows stay on the device, so graphs can be made of it."""
     if len(x) == 0:
         return x.new_empty(x.shape)
-    num_own = len(gate_up)
-    # ends: [num_own], of each expert's rows. Not counts, which CANN rules out for a single group in FRACTAL_NZ.
-    rows, places, ends, _ = torch.ops.npu.npu_moe_init_routing_v2(
-        x.contiguous(),
+    sizes = (first_expert, len(gate_up), num_experts)
+    rows, places, ends, _ = sort_rows(x.contiguous(), ids, *sizes)
+    rows = ACTIVATIONS[activation](_product(rows, gate_up, ends))
+    rows = _product(rows, down, ends)
+    return add_rows(rows, places, ends, weights, len(gate_up) < num_experts, shared, shared_gate)
+
+
+def sort_rows(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    first_expert: int,
+    num_own: int,
+    num_experts: int,
+    scales: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Copies each token to the rows of the experts that it uses, sorted by expert.
+
+    Args:
+        x: [T, H], contiguous, not empty; int8 with scales.
+        ids: [T, C] int32.
+        first_expert: the first one here.
+        num_own: how many are here.
+        num_experts: of all ranks.
+        scales: [T] float32, of each token.
+
+    Returns:
+        Rows [M, H], undefined behind those of the experts here; the row of each pair [M] int32, -1 for those with
+        experts of other ranks; ends [E] int64 of each expert's rows; and, of rows with scales, those [M].
+    """
+    # Ends, not counts, which CANN rules out for a single group in FRACTAL_NZ.
+    return torch.ops.npu.npu_moe_init_routing_v2(  # type: ignore[no-any-return]
+        x,
         ids,
+        scale=scales,
         active_num=ids.numel(),
         expert_num=num_experts,
         expert_tokens_num_type=0,
@@ -103,9 +132,29 @@ def grouped_experts_mlp(
         quant_mode=-1,
         row_idx_type=0,
     )
-    rows = _ACTIVATIONS[activation](_product(rows, gate_up, ends))
-    rows = _product(rows, down, ends)
-    if num_own < num_experts:
+
+
+def add_rows(
+    rows: torch.Tensor,
+    places: torch.Tensor,
+    ends: torch.Tensor,
+    weights: torch.Tensor,
+    has_others: bool,
+    shared: torch.Tensor | None,
+    shared_gate: torch.Tensor | None,
+) -> torch.Tensor:
+    """Adds the results of each token's experts, rows [M, H] as `sort_rows` has them, and of what all tokens use.
+
+    Args:
+        rows: results.
+        places: of `sort_rows`.
+        ends: of `sort_rows`.
+        weights: [T, C] float32.
+        has_others: whether other ranks have experts, too.
+        shared: see `experts.experts_mlp`.
+        shared_gate: likewise.
+    """
+    if has_others:
         rows, places = _place_others(rows, places, ends[-1:])
     result: torch.Tensor = torch.ops.npu.npu_moe_token_unpermute(rows, places, weights)
     if shared is None:

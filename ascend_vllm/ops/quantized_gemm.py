@@ -120,6 +120,7 @@ class QuantizedPanels:
         scales: [P, G, 16], scale_dtype.
         zeros: [P, G, 16] uint8, or None.
         rounds_inputs: whether products round their inputs to 8 bits; False at first.
+        bias_dtype: of the biases of products.
 
     Raises:
         ValueError: groups of that size are not possible.
@@ -154,6 +155,7 @@ class QuantizedPanels:
         self.zeros = weight_memory((panels, groups, PANEL), torch.uint8) if has_zeros else None
         self.order: torch.Tensor | None = None
         self.rounds_inputs = False
+        self.bias_dtype = torch.float32
 
     @property
     def num_bytes(self) -> int:
@@ -177,6 +179,9 @@ class QuantizedPanels:
         self.scales[rows // PANEL, :, rows % PANEL] = scales.to(self.scales.dtype)
         if self.zeros is not None and zeros is not None:
             self.zeros[rows // PANEL, :, rows % PANEL] = zeros.to(torch.uint8)
+
+    def finish(self) -> None:
+        """Called when all rows are written; there is nothing left to do."""
 
     def dequantized(self) -> torch.Tensor:
         """The weight, [N, K] float32, with its inputs in the order of x."""

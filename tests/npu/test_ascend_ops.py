@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ascend_vllm.ops import elementwise, registry
-from ascend_vllm.ops.ascend import IMPLEMENTATIONS, format_weight, wants_fractal
+from ascend_vllm.ops.ascend import IMPLEMENTATIONS
+from ascend_vllm.ops.ascend_formats import format_weight, wants_fractal
 from ascend_vllm.ops.gemm import PackedLinear
 from ascend_vllm.ops.sampling import largest_top_k
 from tests.npu.recorder import Recorder

@@ -1,4 +1,4 @@
-"""Quantized checkpoints on a simulated NPU, in a format that lives in tests only: eager steps and graphs."""
+"""Quantized checkpoints on a simulated NPU, eager and by graphs: a format of tests only, AWQ, W8A8 and ModelSlim."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.config.graphs import GraphConfig, GraphMode
 from ascend_vllm.config.quantization import SCHEMES
 from ascend_vllm.engine.llm_engine import LLMEngine
+from tests import quantized_checkpoints as formats
 from tests import toy_quantization as toy
 from tests.npu.test_graphs import PROMPTS, decode_step_launches, generate
 from tests.tiny_models import tiny_model
@@ -30,15 +31,14 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_engine(directory: str, **options: Any) -> LLMEngine:
+    defaults: dict[str, Any] = {"device": "npu", "max_num_seqs": 5, "num_gpu_blocks_override": 20}
     args = EngineArgs(
         model=directory,
-        device="npu",
         swap_space=0,
         disable_log_stats=True,
         async_scheduling=False,
         max_model_len=256,
-        num_gpu_blocks_override=20,
-        **({"max_num_seqs": 5} | options),
+        **(defaults | options),
     )
     return LLMEngine(args.create_engine_config())
 
@@ -65,11 +65,66 @@ def test_quantized_activations_are_captured(tmp_path: pathlib.Path) -> None:
     assert decode_step_launches(engine, PROMPTS[:3]) == [False]
 
 
+AWQ = (formats.awq(64), {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True})
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+W8A8 = (formats.int8(), formats.compressed_tensors("int-quantized", _INT8, _TOKEN))
+
+
+def _write(directory: pathlib.Path, name: str) -> tuple[str, str]:
+    """Directories of a quantized checkpoint and of what it means."""
+    if name == "ascend":
+        writer, options = formats.modelslim("W8A8", has_bits=True)
+        return formats.write(directory, writer, None, **options)
+    return formats.write(directory, *(AWQ if name == "awq" else W8A8))
+
+
+def test_awq_answers_are_those_of_what_the_checkpoint_means(tmp_path: pathlib.Path) -> None:
+    """Captured graphs, as in eager steps, and as a CPU in float32."""
+    quantized, meant = _write(tmp_path, "awq")
+    expected = generate(make_engine(meant, device="cpu", dtype="float32", num_gpu_blocks_override=64))
+    assert expected != generate(make_engine(str(formats.float_model()), enforce_eager=True, dtype="float16"))
+    assert generate(make_engine(quantized, enforce_eager=True, quantization="awq")) == expected
+    engine = make_engine(quantized, quantization="awq")
+    assert engine.config.graphs.mode == GraphMode.CAPTURED
+    assert generate(engine) == expected
+    assert decode_step_launches(engine, PROMPTS[:3]) == [False]
+
+
+def test_latent_attention_with_rounded_weights() -> None:
+    """Its kv_b_proj is rounded, too, and then widened."""
+    options = {"quantization": "weight_only_int8", "block_size": 64}
+    model = tiny_model("deepseek-v3-512", "float16")
+    expected = generate(make_engine(model, device="cpu", dtype="float32", **options), PROMPTS[:2], max_tokens=6)
+    assert generate(make_engine(model, **options), PROMPTS[:2], max_tokens=6) == expected
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors", "ascend"])
+def test_inputs_in_8_bits_are_captured(name: str, tmp_path: pathlib.Path) -> None:
+    quantized, _ = _write(tmp_path, name)
+    expected = generate(make_engine(quantized, enforce_eager=True, quantization=name))
+    engine = make_engine(quantized)
+    assert generate(engine) == expected
+    assert decode_step_launches(engine, PROMPTS[:3]) == [False]
+
+
 # the compiler, and what it is made of, have warnings of their own
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("computes", [pytest.param(toy.IN_APPLY, marks=pytest.mark.exhaustive), toy.WITH_ACTIVATIONS])
-def test_they_are_compiled(computes: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quantized, _ = toy.checkpoints(tmp_path, "qwen2-64-shallow", "float16", computes)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(toy.IN_APPLY, marks=pytest.mark.exhaustive),
+        toy.WITH_ACTIVATIONS,
+        "awq",
+        pytest.param("compressed-tensors", marks=pytest.mark.exhaustive),
+        "ascend",
+    ],
+)
+def test_they_are_compiled(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_toy = name in toy.METHODS
+    quantized, _ = (
+        toy.checkpoints(tmp_path, "qwen2-64-shallow", "float16", name) if is_toy else _write(tmp_path, name)
+    )
     expected = generate(make_engine(quantized, enforce_eager=True), PROMPTS[:2])
     monkeypatch.setenv("INFER_MODE", "PTA")
     monkeypatch.setenv("TORCHAIR_CACHE_HOME", str(tmp_path / "cache"))
@@ -79,3 +134,12 @@ def test_they_are_compiled(computes: str, tmp_path: pathlib.Path, monkeypatch: p
     assert engine.config.graphs == GraphConfig(GraphMode.COMPILED, (2,), 256)
     assert generate(engine, PROMPTS[:2]) == expected
     assert decode_step_launches(engine, PROMPTS[:2]) == [False]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["awq", "ascend"])
+def test_two_devices_share_a_checkpoint(name: str, tmp_path: pathlib.Path) -> None:
+    quantized, _ = _write(tmp_path, name)
+    expected = generate(make_engine(quantized, enforce_eager=True), PROMPTS[:2])
+    engine = make_engine(quantized, tensor_parallel_size=2)
+    assert generate(engine, PROMPTS[:2]) == expected

@@ -5,14 +5,17 @@ Letters: T tokens, H hidden, E experts, C experts that a token uses, I width ins
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.quantization.int8 import Int8Linear, StaticScale, joined_scale
 from ascend_vllm.layers.quantization.matrix import WeightMethod
-from ascend_vllm.ops.experts import gated_rows
+from ascend_vllm.ops.experts import ExpertStack, gated_rows
 from ascend_vllm.ops.gemm import PANEL
 from ascend_vllm.ops.quantized_experts import PanelStack, int8_experts_mlp, quantized_experts_mlp
+from ascend_vllm.ops.quantized_weights import QuantizedExperts
 
 # names of gate, up and down in an expert
 MATRICES = ("gate_proj", "up_proj", "down_proj")
@@ -96,3 +99,57 @@ class QuantizedExpertStack:
         else:
             result = quantized_experts_mlp(x, ids, weights, *gate_up.arguments(), *down.arguments(), *rest)
         return result
+
+
+class DeviceExpertStack:
+    """The same in the form of a device other than a CPU.
+
+    Codes that the device has no products of are kept in the dtype of activations.
+
+    Args:
+        prefix: name of the experts, for messages.
+        form: of the device.
+        widened: codes that are kept in that dtype.
+    """
+
+    def __init__(self, prefix: str, form: QuantizedExperts, widened: Sequence[str]) -> None:
+        self._prefix = prefix
+        self._form = form
+        self._widened = widened
+        self._dense: ExpertStack | None = None
+
+    def put(self, index: int, matrix: int, method: WeightMethod) -> None:
+        """As `QuantizedExpertStack.put`.
+
+        Raises:
+            ModelLoadError: the device has no products of such experts, or the matrix is not like those before.
+        """
+        form = self._form
+        if method.panels.code in self._widened:
+            if self._dense is None:
+                sizes = (form.num_experts, form.first_expert, form.size, form.hidden_size, form.inner_size)
+                self._dense = ExpertStack(*sizes, form.dtype, form.device)
+            self._dense.targets(index)[matrix].copy_(method.panels.dequantized())
+            return
+        try:
+            if self._dense is not None:
+                raise ValueError("the experts of a layer must be quantized alike")
+            form.put(index, matrix, method.panels, method.rounding if isinstance(method, Int8Linear) else None)
+        except ValueError as error:
+            raise ModelLoadError(f"{self._prefix}: {error}") from error
+
+    def finish(self) -> None:
+        """Called when all matrices are here."""
+        (self._dense or self._form).finish()
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        activation: str,
+        shared: torch.Tensor | None,
+        shared_gate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `ops.experts.experts_mlp`; returns [T, H]."""
+        return (self._dense or self._form)(x, ids, weights, activation, shared, shared_gate)

@@ -21,11 +21,8 @@ from ascend_vllm.layers.quantization.tensor_parts import (
     stray_bias_slots,
     unread_bias_slots,
 )
-from ascend_vllm.layers.quantization.weight_only import check_device
-from ascend_vllm.ops.quantized_gemm import Int8Panels, quantize_static, quantize_tokens
-
-# most inputs whose products can be added in 32 bits
-_MOST_INPUTS = 1 << 16
+from ascend_vllm.ops.quantized_gemm import Int8Panels
+from ascend_vllm.ops.quantized_weights import INT8_FORMS, InputRounding, Int8Weight, PanelInt8Weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Int8Matrix:
         values: [N, K] int8.
         scales: [N] float32.
         inputs: how its inputs are rounded; None: each token by its own largest value.
-        bias: [N] float32, what the checkpoint has in the place of a bias; None: it has none.
+        bias: [N] int32, what the checkpoint adds to sums of products in the place of a bias; None: it has none.
         subtracts_offset: whether `inputs.offset` has to be subtracted; otherwise it is in the bias.
     """
 
@@ -99,18 +96,16 @@ class _Rounding(ActivationQuant):
     """Rounds inputs to 8 bits.
 
     Attributes:
-        static: how, if the checkpoint says it; set when it is loaded.
+        weight: of the products; set when it is loaded.
     """
 
-    def __init__(self, has_offsets: bool) -> None:
-        self._has_offsets = has_offsets
-        self.static: StaticScale | None = None
+    weight: Int8Weight | None = None
 
     def quantize(self, x: torch.Tensor) -> Activation:
-        """x [T, K] → q [T, K] int8, scales [T] float32, offsets [T] int32."""
-        if self.static is not None:
-            return quantize_static(x, self.static.scale, self.static.offset)
-        return quantize_tokens(x, self._has_offsets)
+        """x [T, K] → a tuple, see `Int8Weight.quantize`."""
+        if self.weight is None:
+            raise RuntimeError("a weight is used before it is loaded")
+        return self.weight.quantize(x)
 
 
 class Int8Linear(QuantMethod):
@@ -122,11 +117,9 @@ class Int8Linear(QuantMethod):
 
     def __init__(self, matrix_format: Int8Format) -> None:
         self._format = matrix_format
-        self._rounding = _Rounding(matrix_format.has_offsets)
-        # whether products subtract the offsets of inputs
-        self.uses_offsets = matrix_format.has_offsets
+        self._quant = _Rounding()
+        self._rounding = InputRounding(has_offsets=matrix_format.has_offsets)
         self._loading: list[dict[str, KeptPart]] = []
-        self._panels: Int8Panels | None = None
 
     def create_weights(self, layer: LinearLayer) -> list[WeightSlot]:
         """Slots of each output's tensors.
@@ -134,12 +127,16 @@ class Int8Linear(QuantMethod):
         Raises:
             ModelLoadError: the device is not supported, or there are too many inputs.
         """
-        check_device(layer)
-        if layer.in_features > _MOST_INPUTS:
+        form = INT8_FORMS.get(layer.device.type)
+        if form is None:
             raise ModelLoadError(
-                f"{layer.prefix}: 8-bit inputs may be {_MOST_INPUTS} at most, not {layer.in_features}"
+                f"quantized weights do not run on {layer.device.type}; serve the unquantized checkpoint"
             )
-        self.activation_quant = self._rounding
+        if layer.in_features > form.most_inputs:
+            raise ModelLoadError(
+                f"{layer.prefix}: 8-bit inputs may be {form.most_inputs} at most, not {layer.in_features}"
+            )
+        self.activation_quant = self._quant
         if self._format.replaces_bias:
             layer.has_bias = False
         for output in layer.outputs:
@@ -148,7 +145,7 @@ class Int8Linear(QuantMethod):
         return slots + (unread_bias_slots(layer) if self._format.replaces_bias else stray_bias_slots(layer))
 
     def after_load(self, layer: LinearLayer) -> None:
-        """Packs the matrices."""
+        """Converts the matrices to the form of the device."""
         if not self._loading:
             return
         matrices = [
@@ -156,51 +153,62 @@ class Int8Linear(QuantMethod):
             for output, parts in zip(layer.outputs, self._loading, strict=True)
         ]
         self._loading = []
-        panels = Int8Panels(layer.out_features, layer.in_features)
-        row = 0
-        for matrix in matrices:
-            panels.pack_int8_rows(row, matrix.values, matrix.scales)
-            row += len(matrix.values)
-        self._panels = panels
         statics = [matrix.inputs for matrix in matrices if matrix.inputs is not None]
         if statics:
             subtracts = matrices[0].subtracts_offset
-            self._rounding.static = joined_scale(layer.prefix, statics, subtracts_offset=subtracts)
-            self.uses_offsets = self._rounding.static.offset != 0 and subtracts
+            static = joined_scale(layer.prefix, statics, subtracts_offset=subtracts)
+            self._rounding = InputRounding(static.scale, static.offset, subtracts_offset=subtracts)
+        parts = [(matrix.values, matrix.scales) for matrix in matrices]
+        weight = INT8_FORMS[layer.device.type](parts, self._rounding, layer.dtype, layer.device)
+        self._quant.weight = weight
         biases = [matrix.bias for matrix in matrices if matrix.bias is not None]
         if biases:
-            layer.bias = torch.cat(biases)
+            layer.bias = weight.bias_of_sums(torch.cat(biases))
         elif layer.bias is not None:
-            layer.bias = layer.bias.float()
+            layer.bias = layer.bias.to(weight.bias_dtype or layer.dtype)
 
     @property
     def panels(self) -> Int8Panels:
-        """The loaded weight.
+        """The loaded weight of a layer on the CPU.
 
         Raises:
             RuntimeError: it is not loaded.
         """
-        if self._panels is None:
+        if not isinstance(self._quant.weight, PanelInt8Weight):
             raise RuntimeError("a weight is used before it is loaded")
-        return self._panels
+        return self._quant.weight.panels
+
+    @property
+    def uses_offsets(self) -> bool:
+        """Whether products subtract the offsets of inputs; known when the weight is loaded."""
+        return self._rounding.uses_offsets
+
+    @property
+    def rounding(self) -> InputRounding:
+        """How inputs are rounded; known when the weight is loaded."""
+        return self._rounding
 
     @property
     def static(self) -> StaticScale | None:
         """How inputs are rounded, if the checkpoint says it; known when the weight is loaded."""
-        return self._rounding.static
+        rounding = self._rounding
+        return None if rounding.scale is None else StaticScale(rounding.scale, rounding.offset)
 
     def apply(self, layer: LinearLayer, x: Activation) -> torch.Tensor:
-        q, scales, offsets = self._rounded(x)
-        return self.panels.product(q, scales, offsets, layer.bias, layer.dtype)
+        return self._weight.product(self._rounded(x), layer.bias)
 
     def apply_gated(self, layer: LinearLayer, x: Activation, activation: str) -> torch.Tensor:
-        """x [T, in] → [T, out/2] without storing the product."""
-        q, scales, offsets = self._rounded(x)
-        return self.panels.gated_product(q, scales, offsets, layer.bias, layer.dtype, activation)
+        """x [T, in] → [T, out/2], without storing the product if the device has a kernel for that."""
+        return self._weight.gated_product(self._rounded(x), layer.bias, activation)
 
-    def _rounded(self, x: Activation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        q, scales, offsets = x if isinstance(x, tuple) else self._rounding.quantize(x)
-        return q, scales, offsets if self.uses_offsets else None
+    @property
+    def _weight(self) -> Int8Weight:
+        if self._quant.weight is None:
+            raise RuntimeError("a weight is used before it is loaded")
+        return self._quant.weight
+
+    def _rounded(self, x: Activation) -> tuple[torch.Tensor, ...]:
+        return x if isinstance(x, tuple) else self._weight.quantize(x)
 
 
 def joined_scale(prefix: str, statics: Sequence[StaticScale], *, subtracts_offset: bool) -> StaticScale:

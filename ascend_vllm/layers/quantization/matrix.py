@@ -25,6 +25,8 @@ WeightMethod = WeightOnlyLinear | Int8Linear
 class QuantizedMatrix(Layer):
     """A matrix that its format loads, and that another layer then takes. Schemes see it as a `LinearLayer`.
 
+    It is loaded on the CPU, whatever the device of that layer is.
+
     Args:
         context: surroundings of the layer.
         name: of the matrix.
@@ -40,7 +42,7 @@ class QuantizedMatrix(Layer):
     ) -> None:
         self.prefix = name
         self.dtype = context.dtype
-        self.device = context.device
+        self.device = torch.device("cpu")
         self.outputs: tuple[LinearOutput, ...] = (LinearOutput(name, shape[0], outputs),)
         self.total_in_features = shape[1]
         self.in_shard = inputs

@@ -111,6 +111,7 @@ class _StaticFormat(Int8Format):
         scales = tensors["scales"]
         if scales.dtype == torch.int64:
             scales = scales.to(torch.int32).view(torch.float32)
-        bias = (scales.double() * tensors["bias"]).float()
         inputs = StaticScale(tensors["input_scale"].item(), round(tensors["input_offset"].item()))
-        return Int8Matrix(tensors["weight"], scales.float() / inputs.scale, inputs, bias, subtracts_offset=False)
+        return Int8Matrix(
+            tensors["weight"], scales.float() / inputs.scale, inputs, tensors["bias"], subtracts_offset=False
+        )

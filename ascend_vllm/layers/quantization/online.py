@@ -26,6 +26,8 @@ class OnlineFormat(MatrixFormat):
         code: "uint8" or "float8_e4m3".
     """
 
+    is_online = True
+
     def __init__(self, code: str) -> None:
         self.code = code
 
@@ -113,8 +115,8 @@ class _TiedTable(UnquantizedTable):
 
     def after_load(self, layer: LinearLayer) -> None:
         """Makes the weights."""
-        matrix = round_rows(self._table, "uint8", layer.in_shard)
-        self._panels = pack_matrices([matrix], "uint8", self.rounds_inputs)
+        matrix = round_rows(self._table.cpu(), "uint8", layer.in_shard)
+        self._rounded = pack_matrices([matrix], "uint8", layer, self.rounds_inputs)
 
     def apply(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
-        return self._panels(x, layer.bias)
+        return self._rounded(x, layer.bias)

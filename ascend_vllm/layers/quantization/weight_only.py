@@ -19,6 +19,7 @@ from ascend_vllm.layers.quantization.base import LinearLayer, LinearOutput, Quan
 from ascend_vllm.layers.quantization.tensor_parts import KeptPart, TensorPart, stray_bias_slots
 from ascend_vllm.ops.gemm import GATED_ACTIVATIONS
 from ascend_vllm.ops.quantized_gemm import GROUP_MULTIPLE, MIDDLES, QuantizedPanels
+from ascend_vllm.ops.quantized_weights import CODED_FORMS, CodedWeight
 
 # inputs of a group in another order are padded to a multiple of this
 _PADDED_GROUP = 32
@@ -48,9 +49,11 @@ class MatrixFormat(abc.ABC):
 
     Attributes:
         code: one of `ops.quantized_gemm.CODES`.
+        is_online: the checkpoint is not quantized; weights are rounded while they are loaded.
     """
 
     code: str
+    is_online: bool = False
 
     @abc.abstractmethod
     def group_size(self, in_features: int) -> int:
@@ -76,7 +79,7 @@ class WeightOnlyLinear(QuantMethod):
         self._format = matrix_format
         self._loading: list[dict[str, KeptPart]] = []
         # one, unless the matrices group their inputs differently
-        self._blocks: list[QuantizedPanels] = []
+        self._blocks: list[CodedWeight] = []
 
     def create_weights(self, layer: LinearLayer) -> list[WeightSlot]:
         """Slots of each output's tensors.
@@ -85,7 +88,7 @@ class WeightOnlyLinear(QuantMethod):
             ModelLoadError: the device or the size of groups is not supported.
             ConfigError: ranks cannot split the inputs within groups.
         """
-        check_device(layer)
+        _check_device(layer, self._format)
         _check_groups(layer, self._format.group_size(layer.total_in_features))
         for output in layer.outputs:
             self._loading.append({key: KeptPart(part) for key, part in self._format.parts(layer, output).items()})
@@ -101,20 +104,20 @@ class WeightOnlyLinear(QuantMethod):
             for output, parts in zip(layer.outputs, self._loading, strict=True)
         ]
         self._loading = []
-        if layer.bias is not None:
-            layer.bias = layer.bias.float()
         agree = all(torch.equal(matrix.groups, matrices[0].groups) for matrix in matrices)
         joined = [matrices] if agree else [[matrix] for matrix in matrices]
-        self._blocks = [pack_matrices(part, self._format.code, self.rounds_inputs) for part in joined]
+        self._blocks = [pack_matrices(part, self._format.code, layer, self.rounds_inputs) for part in joined]
+        if layer.bias is not None:
+            layer.bias = layer.bias.to(self._blocks[0].bias_dtype)
 
     @property
     def panels(self) -> QuantizedPanels:
-        """The loaded weight of a layer of one matrix.
+        """The loaded weight of a layer of one matrix on the CPU.
 
         Raises:
             RuntimeError: it is not loaded, or there are several matrices that group their inputs differently.
         """
-        if len(self._blocks) != 1:
+        if len(self._blocks) != 1 or not isinstance(self._blocks[0], QuantizedPanels):
             raise RuntimeError("a weight is used before it is loaded")
         return self._blocks[0]
 
@@ -131,18 +134,30 @@ class WeightOnlyLinear(QuantMethod):
         return GATED_ACTIVATIONS[activation](self.apply(layer, x))
 
 
-def pack_matrices(matrices: Sequence[CodedMatrix], code: str, rounds_inputs: bool = False) -> QuantizedPanels:
-    """One weight of matrices with the same groups of inputs; products may round inputs of whole numbers to 8 bits."""
-    arrangement = arrange_groups(matrices[0].groups)
+def pack_matrices(
+    matrices: Sequence[CodedMatrix], code: str, layer: LinearLayer, rounds_inputs: bool = False
+) -> CodedWeight:
+    """One weight of matrices with the same groups of inputs, in the form of the layer's device.
+
+    Args:
+        matrices: on the CPU.
+        code: of them.
+        layer: tells the device, and the dtype of activations.
+        rounds_inputs: whether products may round inputs of whole numbers to 8 bits.
+    """
+    form = CODED_FORMS[layer.device.type]
+    arrangement = arrange_groups(matrices[0].groups, form.group_multiple)
     order, padding, columns = arrangement.order, arrangement.padding, arrangement.columns
     has_zeros = any(matrix.zeros is not None for matrix in matrices)
-    panels = QuantizedPanels(
+    packed = form.make(
         sum(len(matrix.codes) for matrix in matrices),
         len(matrices[0].groups) if order is None else len(order),
         arrangement.group_size,
         code,
         has_zeros=has_zeros,
         scale_dtype=_scale_dtype(matrices),
+        dtype=layer.dtype,
+        device=layer.device,
     )
     row = 0
     for matrix in matrices:
@@ -154,11 +169,12 @@ def pack_matrices(matrices: Sequence[CodedMatrix], code: str, rounds_inputs: boo
             codes = codes[:, order]
             # a weight of 0
             codes[:, padding] = MIDDLES[code] if zeros is None else zeros[:, padding // arrangement.group_size]
-        panels.pack_rows(row, codes.contiguous(), matrix.scales[:, columns], zeros)
+        packed.pack_rows(row, codes.contiguous(), matrix.scales[:, columns], zeros)
         row += len(codes)
-    panels.order = None if order is None else order.int()
-    panels.rounds_inputs = rounds_inputs and code != "float8_e4m3"
-    return panels
+    packed.order = None if order is None else order.int()
+    packed.rounds_inputs = rounds_inputs and code != "float8_e4m3"
+    packed.finish()
+    return packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,18 +194,18 @@ class GroupArrangement:
     group_size: int
 
 
-def arrange_groups(groups: torch.Tensor) -> GroupArrangement:
-    """Finds an order for groups [K] int64 of inputs."""
+def arrange_groups(groups: torch.Tensor, multiple: int = GROUP_MULTIPLE) -> GroupArrangement:
+    """Finds an order for groups [K] int64 of inputs, if they do not follow one another in multiples of so many."""
     borders = (groups[1:] != groups[:-1]).nonzero()[:, 0] + 1
     size = math.gcd(*borders.tolist()) if len(borders) else len(groups)
-    if len(borders) == 0 or size % GROUP_MULTIPLE == 0:
+    if len(borders) == 0 or size % multiple == 0:
         return GroupArrangement(None, torch.empty(0, dtype=torch.int64), groups[::size], size)
     by_group = torch.argsort(groups, stable=True)
     counts = torch.bincount(groups)
     present = counts.nonzero()[:, 0]
     sizes = counts[present].tolist()
     size = sizes[0]
-    if size % GROUP_MULTIPLE or set(sizes[:-1]) != {size} or sizes[-1] > size:
+    if size % multiple or set(sizes[:-1]) != {size} or sizes[-1] > size:
         size = _PADDED_GROUP
     order: list[torch.Tensor] = []
     padding: list[int] = []
@@ -209,14 +225,20 @@ def _scale_dtype(matrices: Sequence[CodedMatrix]) -> torch.dtype:
     return found.pop() if len(found) == 1 else torch.float32
 
 
-def check_device(layer: LinearLayer) -> None:
-    """Refuses devices without products of quantized weights.
+def _check_device(layer: LinearLayer, matrix_format: MatrixFormat) -> None:
+    """Refuses rounding to what the device would only widen again.
 
     Raises:
-        ModelLoadError: the layer is on one.
+        ModelLoadError: the format does that.
     """
-    if layer.device.type != "cpu":
-        raise ModelLoadError("quantized weights run on CPUs only in this version; serve the unquantised checkpoint")
+    form = CODED_FORMS.get(layer.device.type)
+    if form is None:
+        raise ModelLoadError(f"quantized weights do not run on {layer.device.type}; serve the unquantized checkpoint")
+    if matrix_format.is_online and matrix_format.code in form.widened:
+        raise ModelLoadError(
+            f"weights cannot be rounded to {matrix_format.code} for --device {layer.device.type}, which has no such "
+            "products; use --quantization weight_only_int8"
+        )
 
 
 def _check_groups(layer: LinearLayer, group_size: int) -> None:
