@@ -7,9 +7,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ascend_vllm.config.quantization import CONFIRMS
+from ascend_vllm.config.quantization import CONFIRMS, OF_KERNELS
 from ascend_vllm.errors import ConfigError
+from ascend_vllm.logger import init_logger
 from ascend_vllm.model_files import is_there, read_json
+
+logger = init_logger(__name__)
 
 # what AutoSmoothQuant's file says of the layers of an attention and an MLP
 _SMOOTHQUANT_KEYS = {"qkv", "out", "fc1", "fc2"}
@@ -65,6 +68,9 @@ def check_quantization(requested: str | None, stated: Mapping[str, Any]) -> None
     """
     method = stated.get("quant_method")
     if requested is None or method is None or method in (requested, *CONFIRMS.get(requested, ())):
+        if requested in OF_KERNELS:
+            meant = OF_KERNELS[requested]
+            logger.info("--quantization %s means kernels of GPUs; it is taken as %s", requested, meant)
         return
     raise ConfigError(
         f"Quantization method specified in the model config ({method}) does not match the quantization method "

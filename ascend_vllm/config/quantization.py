@@ -23,20 +23,22 @@ _FORMATS = "ascend_vllm.layers.quantization"
 SCHEMES: dict[str, str] = {
     "ascend": f"{_FORMATS}.modelslim:ModelSlimScheme",
     "awq": f"{_FORMATS}.awq:AwqScheme",
+    "awq_marlin": f"{_FORMATS}.awq:AwqScheme",
     "compressed-tensors": f"{_FORMATS}.compressed_tensors:CompressedTensorsScheme",
     "fbgemm_fp8": f"{_FORMATS}.fp8:Fp8Scheme",
     "fp8": f"{_FORMATS}.fp8:Fp8Scheme",
     "gptq": f"{_FORMATS}.gptq:GptqScheme",
+    "gptq_marlin": f"{_FORMATS}.gptq:GptqScheme",
     "int8_per_channel_weight_only": f"{_FORMATS}.online:OnlineScheme",
     "smooth_quant": f"{_FORMATS}.smoothquant:SmoothQuantScheme",
     "smoothquant": f"{_FORMATS}.smoothquant:SmoothQuantScheme",
     "weight_only_int8": f"{_FORMATS}.online:OnlineScheme",
 }
+# name of vLLM's kernels of GPUs for a format → the format
+OF_KERNELS = {"awq_marlin": "awq", "gptq_marlin": "gptq"}
 # --quantization → other names in checkpoints that it agrees with
 CONFIRMS: dict[str, tuple[str, ...]] = {
-    # vLLM's kernels of GPUs for the same checkpoints: no contradiction, but refused with ADVICE
-    "awq_marlin": ("awq",),
-    "gptq_marlin": ("gptq",),
+    **{kernels: (method,) for kernels, method in OF_KERNELS.items()},
     "smoothquant": ("smooth_quant",),
     "smooth_quant": ("smoothquant",),
     "weight_only_int8": ("compressed-tensors", "int8_per_channel_weight_only"),
@@ -47,7 +49,6 @@ _CONVERT = "serve the unquantised model, or its AWQ, GPTQ or compressed-tensors 
 ADVICE: dict[str, str] = {
     "aqlm": _CONVERT,
     "auto-round": "export it again in AutoRound's format auto_gptq or auto_awq",
-    "awq_marlin": "its layout is of GPUs; AWQ checkpoints are served as --quantization awq, or without the flag",
     "bitsandbytes": _CONVERT,
     "deepspeedfp": _CONVERT,
     "eetq": _CONVERT,
@@ -55,7 +56,6 @@ ADVICE: dict[str, str] = {
     "exl3": _CONVERT,
     "experts_int8": _CONVERT,
     "gguf": "GGUF files are for llama.cpp; serve the model's directory in Hugging Face layout",
-    "gptq_marlin": "its layout is of GPUs; GPTQ checkpoints are served as --quantization gptq, or without the flag",
     "gptq_marlin_24": _CONVERT,
     "hqq": _CONVERT,
     "ipex": "AWQ and GPTQ checkpoints are served as --quantization awq and gptq, or without the flag",

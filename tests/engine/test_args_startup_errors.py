@@ -115,10 +115,9 @@ def test_quantization_that_contradicts_the_checkpoint(tmp_path: pathlib.Path) ->
         "Quantization method specified in the model config (gptq) does not match the quantization method specified "
         "in the `quantization` argument (awq)."
     )
-    awq = CONFIG | {"quantization_config": {"quant_method": "awq"}}
-    assert error_of(tmp_path, awq, {"quantization": "awq_marlin"}) == (
-        "--quantization awq_marlin is not supported: its layout is of GPUs; AWQ checkpoints are served as "
-        "--quantization awq, or without the flag"
+    assert error_of(tmp_path, config, {"quantization": "awq_marlin"}) == (
+        "Quantization method specified in the model config (gptq) does not match the quantization method specified "
+        "in the `quantization` argument (awq_marlin)."
     )
     assert error_of(tmp_path, CONFIG, {"quantization": "bitsandbytes"}) == (
         "--quantization bitsandbytes is not supported: serve the unquantised model, or its AWQ, GPTQ or "

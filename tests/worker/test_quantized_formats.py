@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import pathlib
 from collections.abc import Callable
@@ -530,6 +531,23 @@ def test_what_is_refused(declared: dict[str, Any], words: str) -> None:
     config = make_model_config(formats.float_model(), quantization_config=declared)
     with pytest.raises(ModelLoadError, match=words):
         load(config, "dummy")
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_names_of_kernels_stand_for_their_format(
+    method: str, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where only the flag names it."""
+    quantized, _ = made({"awq": "awq", "gptq": "gptq act-order"}[method], tmp_path)
+    expected = tokens(quantized, dtype="float32")
+    with caplog.at_level(logging.INFO):
+        assert tokens(quantized, dtype="float32", quantization=f"{method}_marlin") == expected
+    assert f"--quantization {method}_marlin means kernels of GPUs; it is taken as {method}" in caplog.text
+    path = pathlib.Path(quantized) / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]["quant_method"]
+    path.write_text(json.dumps(config))
+    assert tokens(quantized, dtype="float32", quantization=f"{method}_marlin") == expected
 
 
 def test_flags_need_a_checkpoint_of_the_format() -> None:
