@@ -7,8 +7,8 @@ The file has no vocabulary: benchmarks send token ids. llama.cpp rounds the embe
 of models that tie both, to 6 bits, or to 8 if rows are no multiple of 256 wide. Imports neither torch nor this
 project, so that it runs in an environment of its own.
 
-On processors with AMX the products of llama-cpp-python 0.3.36 end with a segmentation fault on such a file; it is then
-installed without them:
+On processors with AMX the products of llama-cpp-python 0.3.36 end with a segmentation fault on such a file; there it
+is installed without them:
 
     CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX_VNNI=ON -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON \
     -DGGML_AVX512_BF16=ON" pip install llama-cpp-python

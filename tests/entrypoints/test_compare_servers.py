@@ -178,7 +178,9 @@ def test_loading_from_the_disk(
     words = ["--model", tiny_dir, "--rows", "load", "--peer", "none"]
     (load,) = compare(program, words, tmp_path, monkeypatch)["rows"]
     (figures,) = load["figures"]["ours"]
-    assert 0 < load["ours"] < figures["start_s"] and load["limit"] > 0
+    assert 0 < load["ours"] < figures["start_s"]
+    # before and after
+    assert len(load["limit_readings"]) == 2 and min(load["limit_readings"]) > 0
     assert figures["swapped_mb"] == 0 < figures["weights_mb"] < figures["resident_mb"]
 
 
