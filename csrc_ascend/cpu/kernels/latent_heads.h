@@ -2,6 +2,7 @@
 // by the elements of x[t, n] that are behind the inputs of the weight.
 #pragma once
 
+#include "cpu/kernels/gemm_stream.h"
 #include "cpu/kernels/gemm_tasks.h"
 
 namespace ascend_vllm {
@@ -92,18 +93,23 @@ void heads_linear(const HeadsLinearArgs& a) {
         __builtin_memcpy(to + r * own.out_stride, from + r * own.x_stride, a.further * sizeof(T));
       }
     }
+#ifdef __AMX_BF16__
+    if constexpr (kHasTiles) {
+      // what is behind an odd number of inputs is not zero
+      if (rows > kTileHeight || padded != a.in_features)
+        return TileTask(own, row, rows, begin, end - begin).run();
+      for (int64_t panel = begin; panel < end; panel += kStreamPanels) {
+        StreamTask(own, row, rows, panel, std::min(kStreamPanels, end - panel)).run();
+      }
+      return;
+    }
+#endif
     for (int64_t panel = begin; panel < end; panel += kGroup) {
       const int64_t count = std::min(kGroup, end - panel);
       // A panel may be as short as the distance at which products prefetch, so the next ones are prefetched
       // here.
       fetch_panels(static_cast<const T*>(own.packed) + (panel + count) * panel_size,
                    std::min(kGroup, end - panel - count) * panel_size);
-#ifdef __AMX_BF16__
-      if constexpr (kHasTiles) {
-        TileTask(own, row, rows, panel, count).run();
-        continue;
-      }
-#endif
       if (widens) {
         const X* x = static_cast<const X*>(a.workspace) + head * a.tokens * padded;
         run_task<T>(own, x, padded, row, rows, panel, count);
