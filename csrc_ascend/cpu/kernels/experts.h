@@ -78,9 +78,7 @@ constexpr int64_t kTaskPanels<bfloat16> = kStreamPanels;
 // The product of an expert with its rows by some panels.
 inline void multiply_in_tiles(const LinearArgs& a, const ExpertsBlock& block, int64_t panel, int64_t panels) {
   if (block.rows <= kTileHeight) return StreamTask(a, block.row, block.rows, panel, panels).run();
-  for (int64_t p = 0; p < panels; p += kGroup) {
-    TileTask(a, block.row, block.rows, panel + p, std::min(kGroup, panels - p)).run();
-  }
+  TileTask(a, block.row, block.rows, panel, panels).run();
 }
 #endif
 
