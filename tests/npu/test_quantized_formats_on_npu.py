@@ -118,6 +118,14 @@ def test_weights_are_those_that_the_checkpoint_means(name: str, tmp_path: pathli
     assert ("aclnnWeightQuantBatchMatmulV2" in launched) == ("fp8" not in name.lower())
 
 
+def test_groups_of_16_are_filled_up(tmp_path: pathlib.Path) -> None:
+    """With inputs that are there twice, and weights of zero."""
+    quantized, meant = formats.write(tmp_path, formats.awq(16), on_cpu.AWQ | {"group_size": 16})
+    found = one_token_each(make_model_config(quantized, "float16"))
+    expected = on_cpu.expected_with_inputs(meant, lambda x: x)
+    assert_close(found, expected, one_token_each(make_model_config(meant, "float16")))
+
+
 def test_ranks_share_quantized_matrices(tmp_path: pathlib.Path) -> None:
     """With act-order, a rank's inputs are in parts of groups."""
     quantized, meant = on_cpu.made("gptq act-order", tmp_path)
