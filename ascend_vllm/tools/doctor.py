@@ -236,8 +236,8 @@ def _cann(machine: Machine) -> Iterator[Finding]:
         facts = CannFacts.of(version)
         if not version:
             yield Finding("CANN", "warning", f"no version in {toolkit}", "check that the installation is complete")
-        elif advice := facts.refusal or facts.warning:
-            yield Finding("CANN", "problem" if facts.refusal else "warning", version, advice)
+        elif sentence := facts.refusal or facts.warning:
+            yield Finding("CANN", "problem" if facts.refusal else "warning", version, sentence)
         else:
             yield Finding("CANN", "ok", version)
     error = machine.probe().error
