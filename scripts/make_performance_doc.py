@@ -58,11 +58,11 @@ The models have random weights: only their shapes matter. Nothing else should ru
 Both servers are given the same flags, the same prompts and the same client, which is `ascend-vllm bench serve`'s.
 vLLM is bound to every core and gets tcmalloc where the system has it. A single row is measured with `--rows c8`, ours
 alone with `--peer none`; the rows `open-ttft` and `open-gap` take five minutes for each server and round, or as long
-as `--open-s` says. Larger shapes are measured by `--rows load c1` on the presets `qwen2-1.5b`, `qwen2-3b` and `qwen2-7b`
-of `make_random_model.py`. `--peer null` is this server with a device that answers at once. With AMX vLLM rounds the
-inputs of W4A16 to 8 bits: `--peer-variables VLLM_CPU_INT4_W4A8=0` keeps it from that, and `--ours-args
---cpu-int8-activations` has ours do it too. A comparison of servers holds for the other project's client too as far as
-`compare_clients.py` finds their figures equal.
+as `--open-s` says. Larger shapes are measured by `--rows load c1` on the presets `qwen2-1.5b`, `qwen2-3b` and
+`qwen2-7b` of `make_random_model.py`. `--peer null` is this server with a device that answers at once. With AMX vLLM
+rounds the inputs of W4A16 to 8 bits: `--peer-variables VLLM_CPU_INT4_W4A8=0` keeps it from that, and
+`--ours-args=--cpu-int8-activations` has ours do it too. A comparison of servers holds for the other project's client
+too as far as `compare_clients.py` finds their figures equal.
 
 `make bench-gate BASE=COMMIT` says in some minutes whether the working tree is slower than a commit, in
 kernels, in the engine's host time, and in servers of a tiny and of a 0.5B model. Both are measured in turns; a row
