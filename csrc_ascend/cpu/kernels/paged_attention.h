@@ -126,9 +126,11 @@ class PagedAttention {
   static constexpr bool kIsWidened = !std::is_same_v<T, Number>;
 
  public:
-  PagedAttention(const PagedAttentionArgs& args, const PagedItem& item, float* scratch)
+  // next: what this thread probably does next; null: not known.
+  PagedAttention(const PagedAttentionArgs& args, const PagedItem& item, const PagedItem* next, float* scratch)
       : args_(args),
         item_(item),
+        next_(next),
         group_(args.heads / args.cache.kv_heads),
         first_token_(args.query_start[item.sequence]),
         part_memory_(scratch),
@@ -142,18 +144,7 @@ class PagedAttention {
              args.window,
              args.soft_cap * kLog2E,
              args.slopes == nullptr ? nullptr : args.slopes + item.kv_head * group_};
-    const int64_t head_offset = item.kv_head * args.cache.head_stride;
-    blocks_ = {static_cast<const Number*>(args.cache.keys) + head_offset,
-               static_cast<const Number*>(args.cache.values) + head_offset,
-               args.cache.kv_heads * args.cache.head_stride,
-               args.block_table + item.sequence * args.block_table_stride,
-               args.block_shift,
-               args.cache.head_size};
-    if (args.cache.key_scales != nullptr) {
-      blocks_.key_scales = args.cache.key_scales + item.kv_head * args.cache.scale_head_stride;
-      blocks_.value_scales = args.cache.value_scales + item.kv_head * args.cache.scale_head_stride;
-      blocks_.scale_stride = args.cache.kv_heads * args.cache.scale_head_stride;
-    }
+    blocks_ = blocks_of(item);
   }
 
   void run() {
@@ -188,6 +179,23 @@ class PagedAttention {
   }
 
  private:
+  HeadBlocks<Number> blocks_of(const PagedItem& item) const {
+    const PagedCache& cache = args_.cache;
+    const int64_t head_offset = item.kv_head * cache.head_stride;
+    HeadBlocks<Number> blocks{static_cast<const Number*>(cache.keys) + head_offset,
+                              static_cast<const Number*>(cache.values) + head_offset,
+                              cache.kv_heads * cache.head_stride,
+                              args_.block_table + item.sequence * args_.block_table_stride,
+                              args_.block_shift,
+                              cache.head_size};
+    if (cache.key_scales != nullptr) {
+      blocks.key_scales = cache.key_scales + item.kv_head * cache.scale_head_stride;
+      blocks.value_scales = cache.value_scales + item.kv_head * cache.scale_head_stride;
+      blocks.scale_stride = cache.kv_heads * cache.scale_head_stride;
+    }
+    return blocks;
+  }
+
   // the softmax uses powers of two, so scores are scaled by log2 e
   float scale() const { return args_.scale * kLog2E; }
 
@@ -205,11 +213,28 @@ class PagedAttention {
   void run_many_rows(const HeadBlocks<T>& blocks, const Attend& attend) {
 #ifdef __AMX_BF16__
     if constexpr (std::is_same_v<T, bfloat16>) {
-      if (takes_tiles()) return run_with(QueryTiles(blocks, rows_, scale(), scratch_), attend);
+      if (takes_tiles()) return run_in_tiles(blocks, attend);
     }
 #endif
     run_with(QueryLanes<T>(blocks, rows_, scale(), scratch_), attend);
   }
+
+#ifdef __AMX_BF16__
+  template <class Attend>
+  void run_in_tiles(const HeadBlocks<bfloat16>& blocks, const Attend& attend) {
+    KeyRange<bfloat16> keys{&blocks, 0, 0}, next = keys;
+    HeadBlocks<Number> next_blocks = blocks_;
+    // widened keys are in a cache
+    if constexpr (!kIsWidened) {
+      keys.end = item_.key_end;
+      if (next_ != nullptr) {
+        next_blocks = blocks_of(*next_);
+        next = {&next_blocks, next_->key_begin, next_->key_end};
+      }
+    }
+    run_with(QueryTiles(blocks, rows_, scale(), scratch_, TileFetch(keys, next)), attend);
+  }
+#endif
 
   // attend(form, begin, end, part) computes the part of keys begin … end-1.
   template <class Form, class Attend>
@@ -270,6 +295,7 @@ class PagedAttention {
 
   const PagedAttentionArgs& args_;
   const PagedItem& item_;
+  const PagedItem* const next_;
   const int64_t group_;
   const int64_t first_token_;
   int64_t sequence_rows_;
@@ -300,21 +326,25 @@ inline void with_cache(const PagedAttentionArgs& args, const Body& body) {
 
 ASCEND_VLLM_DEFINE_KERNEL(paged_attention, PagedAttentionArgs) {
   with_cache(args, [&](auto query_zero, auto cache_zero) {
-    const auto run_item = [&](int64_t i, int64_t thread) {
-      PagedAttention<decltype(query_zero), decltype(cache_zero)>(args, args.items[i],
-                                                                 args.scratch + thread * args.scratch_stride)
-          .run();
+    // small items are taken several at a time, by threads that take turns
+    const bool is_alone = args.threads == 1;
+    const int64_t grain = is_alone ? 1 : max_of(1, args.num_items / (16 * args.threads));
+    const auto run_items = [&](int64_t part, int64_t thread) {
+      const int64_t begin = part * grain, end = min_of(begin + grain, args.num_items);
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t next = i + 1 < end ? i + 1 : begin + args.threads * grain;
+        PagedAttention<decltype(query_zero), decltype(cache_zero)>(
+            args, args.items[i], next < args.num_items ? args.items + next : nullptr,
+            args.scratch + thread * args.scratch_stride)
+            .run();
+      }
     };
-    if (args.threads == 1) {
-      for (int64_t i = 0; i < args.num_items; ++i) run_item(i, 0);
-      return;
+    const int64_t parts = (args.num_items + grain - 1) / grain;
+    if (is_alone) {
+      for (int64_t i = 0; i < parts; ++i) run_items(i, 0);
+    } else {
+      run_parts(parts, args.threads, run_items);
     }
-    // small items are taken several at a time
-    const int64_t grain = max_of(1, args.num_items / (16 * args.threads));
-    run_parts((args.num_items + grain - 1) / grain, args.threads, [&](int64_t part, int64_t thread) {
-      const int64_t begin = part * grain;
-      for (int64_t i = begin; i < min_of(begin + grain, args.num_items); ++i) run_item(i, thread);
-    });
   });
 }
 

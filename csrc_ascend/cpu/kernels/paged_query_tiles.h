@@ -8,6 +8,7 @@
 
 #ifdef __AMX_BF16__
 
+#include "cpu/kernels/paged_fetch.h"
 #include "cpu/kernels/paged_tiles.h"
 
 namespace ascend_vllm {
@@ -21,9 +22,14 @@ class QueryTiles {
            2 * kMaxLanes;
   }
 
-  // scale: greater than 0.
-  QueryTiles(const HeadBlocks<bfloat16>& blocks, const QueryRows& rows, float scale, float* scratch)
-      : blocks_(blocks), rows_(rows), scale_(scale), depths_(round_up(blocks.head_size, kStepDepths)) {
+  // scale: greater than 0. fetch: of the tiles that follow each tile.
+  QueryTiles(const HeadBlocks<bfloat16>& blocks, const QueryRows& rows, float scale, float* scratch,
+             const TileFetch<bfloat16>& fetch)
+      : blocks_(blocks),
+        rows_(rows),
+        scale_(scale),
+        depths_(round_up(blocks.head_size, kStepDepths)),
+        fetch_(fetch) {
     const auto take = [&scratch](int64_t floats) {
       float* taken = scratch;
       scratch += floats;
@@ -65,7 +71,8 @@ class QueryTiles {
     const Tiles tiles;
     for (int64_t tile = round_down(key_begin, kTileKeys); tile < key_end; tile += kTileKeys) {
       const int64_t begin = max_of(key_begin - tile, 0), end = min_of(key_end - tile, kTileKeys);
-      if (rows_.count() <= kPanelLanes) fetch(tile + kTileKeys, key_end);
+      // more rows are bound by computing, and get slower by it
+      if (rows_.count() <= kPanelLanes) fetch_.start_after(tile);
       const TileRows<bfloat16> keys = tile_keys(tile, begin, end);
       transpose_values(tile, begin, end);
       for_panels(rows_.count(), [&](int64_t first, auto vecs) {
@@ -73,6 +80,7 @@ class QueryTiles {
         const SeenKeys seen = seen_keys(rows_, first, kVecs * kLanes, tile, begin, end);
         if (seen.low < seen.high) attend_panel<kVecs>(first, tile, seen, keys);
       });
+      fetch_.rest();
     }
     for_panels(rows_.count(),
                [&](int64_t first, auto vecs) { write_panel<decltype(vecs)::value>(first, part); });
@@ -126,6 +134,7 @@ class QueryTiles {
       bfloat16* to = values_ + step;
       int64_t d = 0;
       for (; d < blocks_.head_size; d += 8, to += 8 * kTileKeys) {
+        fetch_.some(kTileKeys / kStepKeys * 4);
         transpose_halves([&](int k) { return from[k] + d; },
                          [&](int i, __m512i row) { _mm512_store_si512(to + i * kTileKeys, row); });
       }
@@ -150,16 +159,6 @@ class QueryTiles {
     for (int64_t d = 0; d < depths_; d += kStepDepths) {
       add_step<kVecs>(values_ + d * kTileKeys + begin_step, weights_ + begin_step * kWidth,
                       end_step - begin_step, out + d * kWidth);
-    }
-  }
-
-  // Prefetches a tile into the L2 cache, since L1 is full. Not for many panels, which are bound by computing
-  // and get slower by it.
-  void fetch(int64_t tile, int64_t key_end) const {
-    const int64_t end = min_of(key_end, tile + kTileKeys);
-    for (int64_t n = tile; n < end; n += kTileHeight) {
-      blocks_.prefetch<2>(blocks_.keys, n, kTileHeight);
-      blocks_.prefetch<2>(blocks_.values, n, kTileHeight);
     }
   }
 
@@ -197,6 +196,7 @@ class QueryTiles {
     const int64_t parts = depths_ * kVecs / 64;
     for (const float* last = scores_ + high * kWidth; scores < last;
          scores += 2 * kWidth, weights += 2 * kWidth) {
+      fetch_.some(depths_ / 16);
       for (int64_t i = 0; i < parts; ++i, sums += 2 * kLanes, queries += 2 * kLanes) {
         __builtin_prefetch(sums);
         __builtin_prefetch(sums + kLanes);
@@ -287,7 +287,8 @@ class QueryTiles {
   const QueryRows& rows_;
   const float scale_;
   const int64_t depths_;  // the padded head size
-  float* max_;            // [kMaxLanes]
+  TileFetch<bfloat16> fetch_;
+  float* max_;  // [kMaxLanes]
   float* sum_;
   float* scores_;      // [kTileKeys, panel lanes], not scaled
   bfloat16* weights_;  // [kTileKeys / 2, panel lanes, 2]
