@@ -128,7 +128,13 @@ class NpuPlatform(Platform):
         """HCCL groups; HCCL reads its own settings (HCCL_*) from the environment."""
         size = sum(map(len, partitions[0]))
         dist.init_process_group("hccl", store=store, rank=rank, world_size=size, timeout=timeout)
-        return [self._group_of(rank, partition, timeout) for partition in partitions]
+        groups = [self._group_of(rank, partition, timeout) for partition in partitions]
+        for group in groups:
+            # the first collective allocates the buffers of a communicator, HCCL_BUFFSIZE MB each: before memory for
+            # the KV cache is measured
+            dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+        self._npu.synchronize()
+        return groups
 
     def _group_of(self, rank: int, partition: Sequence[Sequence[int]], timeout: datetime.timedelta) -> Any:
         if len(partition) == 1:
@@ -138,15 +144,20 @@ class NpuPlatform(Platform):
         return next(group for ranks, group in zip(partition, groups, strict=True) if rank in ranks)
 
     def peak_bytes(self, largest_step: Callable[[], None]) -> int:
-        """Measures the allocator's peak during the step, without memory of other processes."""
+        """What can be released after the step, which is more than tensors: segments and operators' workspaces too.
+
+        Never less than the allocator's peak. Buffers that stay, as those of collectives, are not free afterwards, and
+        not counted here.
+        """
         self.release_memory()
         allocated = int(self._npu.memory_allocated(self._device))
         self._npu.reset_peak_memory_stats(self._device)
         largest_step()
         self._npu.synchronize()
         peak = int(self._npu.max_memory_allocated(self._device)) - allocated
+        free = self.free_bytes()
         self.release_memory()
-        return peak
+        return max(peak, self.free_bytes() - free)
 
     def kv_cache_bytes(self, config: CacheConfig, peak_bytes: int) -> int:
         """--kv-cache-memory-bytes, else what --gpu-memory-utilization leaves beside weights and activations."""

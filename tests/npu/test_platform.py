@@ -163,6 +163,28 @@ def test_the_cache_gets_what_its_share_leaves_and_memory_grows_in_segments() -> 
     assert found["expandable"] == [True]
 
 
+_PEAK_OF_SEGMENTS = """
+import torch, torch_npu
+from ascend_vllm.platforms.npu import NpuPlatform
+
+def step():
+    for size in (12, 30):
+        tensors = [torch.empty(size << 20, dtype=torch.uint8, device="npu:0") for _ in range(36 // size)]
+        del tensors
+
+platform = NpuPlatform()
+platform.initialize(0)
+print(platform.peak_bytes(step))
+"""
+
+
+def test_segments_count_beyond_the_peak() -> None:
+    """Segments of 12 MiB are of no use to a tensor of 30 MiB, and stay allocated until all is released."""
+    command = (sys.executable, "-W", "ignore", "-c", _PEAK_OF_SEGMENTS)
+    peak = int(last_line(run(*command, PYTORCH_NPU_ALLOC_CONF="expandable_segments:False")))
+    assert 66 * MIB <= peak < 80 * MIB
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
