@@ -146,6 +146,7 @@ def test_large_results_take_the_memory_of_those_that_are_gone() -> None:
         pytest.param(600, 1000, 512, id="copied once, inputs of no whole tile, results past the caches"),
         pytest.param(300, 5000, 48, id="copied slice by slice, an odd number of panels"),
         pytest.param(65, 20, 96, id="less than a tile of inputs"),
+        pytest.param(33_000, 40, 16, id="more tasks of rows than a queue of tasks counts"),
     ],
 )
 def test_a_row_among_many_is_the_same_as_alone(isa: str, rows: int, inputs: int, width: int) -> None:

@@ -52,7 +52,7 @@ inline void gate_rows(const GateArgs& a, const Activation& activation) {
 
 template <class T>
 void gate_and_mul(const GateArgs& a) {
-  with_gate(a.gate, [&](auto activation) { gate_rows<T>(a, activation); });
+  with_gate<T>(a.gate, [&](auto activation) { gate_rows<T>(a, activation); });
 }
 
 }  // namespace

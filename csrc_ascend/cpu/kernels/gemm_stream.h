@@ -42,7 +42,7 @@ class StreamTask {
       if (!a_.is_gated) {
         write_row<bfloat16>(a_, sums_ + at, row_ + r, column, columns);
       } else {
-        with_gate(a_.gate, [&](auto activation) {
+        with_gate<bfloat16>(a_.gate, [&](auto activation) {
           write_gated_row<bfloat16>(a_, activation, sums_ + at, ups_ + at, row_ + r, column, columns);
         });
       }

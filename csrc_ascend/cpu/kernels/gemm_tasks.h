@@ -278,6 +278,13 @@ inline VecF rounded(VecF x) {
   store(memory, x);
   return load(memory);
 }
+#ifdef __AVX512BF16__
+template <>
+inline VecF rounded<bfloat16>(VecF x) {
+  const auto halves = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+#endif
 template <>
 inline VecF rounded<float>(VecF x) {
   return x;
@@ -324,7 +331,7 @@ void run_task(const LinearArgs& a, const X* x, int64_t x_stride, int64_t row, in
     float* ups = sums + rows * kGroup * kPanel;
     multiply_task(x + row * x_stride, x_stride, rows, w + ups_behind, panel_size, panels, padded, ups,
                   a.next == 0 ? 0 : a.next - ups_behind);
-    with_gate(a.gate, [&](auto activation) {
+    with_gate<T>(a.gate, [&](auto activation) {
       for (int64_t r = 0; r < rows; ++r) {
         const int64_t at = r * kGroup * kPanel;
         write_gated_row<T>(a, activation, sums + at, ups + at, row + r, column, panels * kPanel);

@@ -16,8 +16,10 @@ constexpr int64_t kBlockBytes = 2 * kTileBytes;  // of a block's inputs in tiles
 // Sums of a block are float32 [32, 32].
 constexpr int64_t kSumsRow = 2 * kPanel, kSumsRowBytes = kSumsRow * sizeof(float);
 constexpr int64_t kBlockSums = kTileBlock * kSumsRow;
-// Results of at least so many bytes are written past the caches, which they would leave before they are read.
-constexpr int64_t kStreamedBytes = 1 << 20;
+// Results of at least so many bytes are written past the caches, which they would leave before they are read:
+// those of many rows only if they are at least so wide, since otherwise lines of the L2 cache were measured
+// faster.
+constexpr int64_t kStreamedBytes = 1 << 20, kLeastStreamedWidth = 8192;
 
 // Inputs of up to 32 rows in two tiles, or of up to 16 in one.
 struct InputTiles {
@@ -67,27 +69,23 @@ class TaskRows {
     return {x_ + first_row(block) * row_bytes_, x_ + second_row(block) * row_bytes_, row_bytes_, kTileRowBytes};
   }
 
-  // The same where pack() has written `steps` tiles of inputs of each block.
-  InputTiles packed(const char* packed, int64_t block, int64_t steps) const {
-    const char* first = packed + block * steps * kBlockBytes;
-    return {first, first + kTileBytes, kTileRowBytes, kBlockBytes};
-  }
+  // A block where pack() has written it.
+  static InputTiles packed(const char* copy) { return {copy, copy + kTileBytes, kTileRowBytes, kBlockBytes}; }
 
+  // Of copies of `steps` tiles of all blocks.
   int64_t packed_bytes(int64_t steps) const { return blocks_ * steps * kBlockBytes; }
 
-  // Copies the tiles [begin, end) of each block's inputs; there are at least 32 rows.
-  void pack(int64_t begin, int64_t end, char* to) const {
+  // Copies the tiles [begin, end) of a block's inputs; there are at least 32 rows.
+  void pack(int64_t block, int64_t begin, int64_t end, char* to) const {
     constexpr int64_t kTogether = 4;
-    for (int64_t block = 0; block < blocks_; ++block, to += (end - begin) * kBlockBytes) {
-      const char* from = direct(block).first;
-      for (int64_t step = begin; step < end; step += kTogether) {
-        const int64_t count = std::min(kTogether, end - step);
-        for (int64_t r = 0; r < kTileBlock; ++r) {
-          const char* row = from + r * row_bytes_ + step * kTileRowBytes;
-          char* tile_row = to + (step - begin) * kBlockBytes + r * kTileRowBytes;
-          for (int64_t i = 0; i < count; ++i) {
-            _mm512_store_si512(tile_row + i * kBlockBytes, _mm512_loadu_si512(row + i * kTileRowBytes));
-          }
+    const char* from = direct(block).first;
+    for (int64_t step = begin; step < end; step += kTogether) {
+      const int64_t count = std::min(kTogether, end - step);
+      for (int64_t r = 0; r < kTileBlock; ++r) {
+        const char* row = from + r * row_bytes_ + step * kTileRowBytes;
+        char* tile_row = to + (step - begin) * kBlockBytes + r * kTileRowBytes;
+        for (int64_t i = 0; i < count; ++i) {
+          _mm512_store_si512(tile_row + i * kBlockBytes, _mm512_loadu_si512(row + i * kTileRowBytes));
         }
       }
     }
@@ -125,7 +123,7 @@ class TileRest {
   alignas(64) bfloat16 w_[2][kTileElements];
 };
 
-// Writes results of a block's sums, some rows at a time, while the next block is multiplied.
+// Writes results of sums, some rows at a time, while the next block or the next pair of panels is multiplied.
 class BlockWriter {
  public:
   BlockWriter(const LinearArgs& args, const TaskRows& rows)
@@ -138,28 +136,36 @@ class BlockWriter {
   // Memory for the sums of a block, whose results are the columns from `column` on, at most of `panels` panels;
   // `gates`: the sums of their gates.
   float* next(int64_t block, int64_t column, int64_t panels, const float* gates) {
-    finish_block();
-    sums_ = sums_ == buffer_[0] ? buffer_[1] : buffer_[0];
-    gates_ = gates;
-    block_ = block;
-    column_ = column;
-    columns_ = std::min(std::min<int64_t>(panels, 2) * kPanel, all_columns_ - column);
-    is_streamed_ = streams_ && column % kSumsRow == 0;
-    left_ = rows_.count() > kTileHeight ? kTileBlock : rows_.count();
-    pause_ = kPause;
-    return sums_;
+    float* sums = sums_ == buffer_[0] ? buffer_[1] : buffer_[0];
+    set(column, panels, sums, gates);
+    row_ = block * kTileBlock;
+    last_ = row_ + (rows_.count() > kTileHeight ? kTileBlock : rows_.count());
+    at_ = 0;
+    credit_ = -kPause * kRowsOfStep * kOne;
+    rate_ = kRowsOfStep * kOne;
+    return sums;
+  }
+
+  // The sums of all blocks, at least 32 rows, as next() takes those of one; they are not changed before the
+  // next call. steps: of a block until then.
+  void take(int64_t column, int64_t panels, int64_t steps, const float* sums, const float* gates) {
+    set(column, panels, sums, gates);
+    is_streamed_ = is_streamed_ && !a_.is_gated && a_.out_stride >= kLeastStreamedWidth;
+    row_ = at_ = credit_ = 0;
+    last_ = rows_.blocks() * kTileBlock;
+    const bfloat16* out = static_cast<const bfloat16*>(a_.out) + rows_.row() * a_.out_stride + column;
+    for (int64_t r = 0; r < kRowsAhead; ++r) _mm_prefetch(out + r * a_.out_stride, _MM_HINT_T1);
+    if (steps > 0) rate_ = (kTileBlock * kOne + steps - 1) / steps;
   }
 
   // Writes some rows, but not at once after their sums were stored, which would wait for their products.
   [[gnu::always_inline]] void step() {
-    if (pause_ > 0) {
-      --pause_;
-    } else {
-      write(std::min(left_, kRowsOfStep));
-    }
+    for (credit_ += rate_; credit_ >= kOne && row_ < last_; credit_ -= kOne) write_next();
   }
 
-  void finish_block() { write(left_); }
+  void finish_block() {
+    while (row_ < last_) write_next();
+  }
 
   void finish() {
     finish_block();
@@ -168,17 +174,28 @@ class BlockWriter {
 
  private:
   static constexpr int64_t kPause = 6, kRowsOfStep = 3;
+  static constexpr int64_t kOne = 64;  // a row, in the unit of rates
+  // How far the lines that rows are written to are prefetched: a store that misses the L2 cache, also one past
+  // the caches, takes a fill buffer from the tiles' loads for as long as memory takes.
+  static constexpr int64_t kRowsAhead = 24;
 
-  [[gnu::always_inline]] void write(int64_t rows) {
-    for (; rows > 0; --rows) write_next();
+  void set(int64_t column, int64_t panels, const float* sums, const float* gates) {
+    finish_block();
+    sums_ = sums;
+    gates_ = gates;
+    column_ = column;
+    columns_ = std::min(std::min<int64_t>(panels, 2) * kPanel, all_columns_ - column);
+    is_streamed_ = streams_ && column % kSumsRow == 0;
   }
 
   void write_next() {
-    const int64_t r = --left_, at = r * kSumsRow;
+    const int64_t block = row_ / kTileBlock, r = row_ % kTileBlock, at = at_;
     const int64_t row =
-        r < kTileHeight ? rows_.first_row(block_) + r : rows_.second_row(block_) + r - kTileHeight;
+        r < kTileHeight ? rows_.first_row(block) + r : rows_.second_row(block) + r - kTileHeight;
+    ++row_;
+    at_ += kSumsRow;
     if (a_.is_gated) {
-      with_gate(a_.gate, [&](auto activation) {
+      with_gate<bfloat16>(a_.gate, [&](auto activation) {
         if (columns_ < 2 * kPanel) {
           return write_gated_row<bfloat16>(a_, activation, gates_ + at, sums_ + at, row, column_, columns_);
         }
@@ -201,11 +218,12 @@ class BlockWriter {
 
   // Rounds and writes the columns of two panels by one store.
   void write_both(int64_t row, VecF low, VecF high) const {
-    void* out = static_cast<bfloat16*>(a_.out) + row * a_.out_stride + column_;
+    bfloat16* out = static_cast<bfloat16*>(a_.out) + row * a_.out_stride + column_;
     const __m512i line = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
     if (is_streamed_) {
-      _mm512_stream_si512(static_cast<__m512i*>(out), line);
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(out), line);
     } else {
+      if (row_ + kRowsAhead < last_) _mm_prefetch(out + kRowsAhead * a_.out_stride, _MM_HINT_T1);
       _mm512_storeu_si512(out, line);
     }
   }
@@ -215,9 +233,12 @@ class BlockWriter {
   const int64_t all_columns_;
   const bool streams_;
   bool is_streamed_ = false;
-  float* sums_ = nullptr;
+  const float* sums_ = nullptr;
   const float* gates_ = nullptr;
-  int64_t block_ = 0, column_ = 0, columns_ = 0, left_ = 0, pause_ = 0;
+  int64_t column_ = 0, columns_ = 0;
+  int64_t row_ = 0, last_ = 0;  // of the blocks, all of which count as 32 rows
+  int64_t at_ = 0;              // of the row's sums
+  int64_t credit_ = 0, rate_ = 0;
   alignas(64) float buffer_[2][kBlockSums];
 };
 

@@ -6,9 +6,9 @@
 // threads, so a row's result does not depend on the other rows. Subnormal numbers are treated as zero, as the
 // hardware does.
 //
-// Many rows are copied tile by tile for the L2 cache and multiplied slice by slice of the inputs: then one
-// panel stays in the L1 cache, and everything else passes by it. Prefetching weights and writing results take
-// place between the products, which leave most of the processor idle.
+// Many rows are copied tile by tile for the L2 cache and multiplied slice by slice of the inputs: then a pair
+// of panels stays in the L1 cache, and everything else passes by it. Prefetching and writing results take place
+// between the products, which leave most of the processor idle.
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -23,8 +23,10 @@ namespace {
 
 // Up to so many rows are not copied, since reading the weights takes longer than multiplying by them.
 constexpr int64_t kMostDirectRows = 64;
-// Tiles of inputs of a slice: those of a panel take half of the L1 cache.
-constexpr int64_t kSliceSteps = 28;
+// Tiles of inputs of a slice: those of a pair of panels take two thirds of the L1 cache.
+constexpr int64_t kSliceSteps = 16;
+// Lines of a block's sums that are prefetched in a step: all of them in a slice.
+constexpr int64_t kStepSumLines = kBlockSums / kPanel / kSliceSteps;
 // Weights of a task for few rows, in bytes, unless there would be too few tasks for the threads.
 constexpr int64_t kDirectBytes = 1 << 18;
 // Tasks of a thread, so that one that is delayed does not delay them all; packing takes time in each.
@@ -86,6 +88,25 @@ class PanelFetch {
   int64_t lines_, rest_;
 };
 
+// Prefetches the rows of a block into the L2 cache, a tile of inputs at a time.
+class RowFetch {
+ public:
+  RowFetch(const InputTiles& block, bool is_used) : block_(block), is_used_(is_used) {}
+
+  [[gnu::always_inline]] void step() {
+    if (!is_used_) return;
+    for (int64_t r = 0; r < kTileHeight; ++r) {
+      _mm_prefetch(block_.first + r * block_.row_bytes, _MM_HINT_T1);
+      _mm_prefetch(block_.second + r * block_.row_bytes, _MM_HINT_T1);
+    }
+    block_ = block_.from(1);
+  }
+
+ private:
+  InputTiles block_;
+  const bool is_used_;
+};
+
 // Tiles 0 to 3 are sums: those of the first rows by both panels, then those of the second ones; 4 and 5 are
 // inputs, 6 and 7 weights. Only the first panel is loaded through the L1 cache, from which the others would
 // remove it. `aside` is called in every step.
@@ -120,6 +141,24 @@ inline void add_slice(const InputTiles& x, const PanelPair& w, int64_t steps, co
     _tile_stored(7, unused, kTileRowBytes);
   }
   add_products<kRowTiles>(x.from(step), w.from(step), steps - step, aside);
+}
+
+// The same for a slice of many rows, with both panels in the L1 cache.
+template <class Aside>
+inline void add_kept_slice(InputTiles x, PanelPair w, int64_t steps, const Aside& aside) {
+  for (; steps > 0; --steps) {
+    _tile_stream_loadd(4, x.first, x.row_bytes);
+    _tile_stream_loadd(5, x.second, x.row_bytes);
+    _tile_loadd(6, w.first, kTileRowBytes);
+    _tile_loadd(7, w.second, kTileRowBytes);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(2, 5, 6);
+    aside();
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
+    x = x.from(1);
+    w = w.from(1);
+  }
 }
 
 inline void zero_sums() {
@@ -180,36 +219,23 @@ class TileTask {
   void run() { rows_.count() <= kTileHeight ? run_direct<1>() : run_direct<2>(); }
 
   // At least 32 rows, by way of a copy, which later tasks of the same call may use; `call` is a number of its
-  // own. If there are several slices, there are at most TileMemory::kMostSums blocks by pairs.
+  // own. If the copy has one slice at a time, there are at most TileMemory::kMostSums blocks by pairs.
   void run_packed(int64_t call) {
-    using Fetch = PanelFetch<_MM_HINT_T1>;
     const Tiles tiles;
-    const int64_t slices = slices_of(steps_);
     const bool keeps_all = rows_.packed_bytes(steps_) <= TileMemory::kPackedBytes;
     const bool has_all = keeps_all && memory_.call == call && memory_.row == rows_.row();
     memory_.call = keeps_all ? call : 0;
     memory_.row = rows_.row();
-    Fetch(pair(0), 0, steps_ / slices).all();
-    for (int64_t slice = 0; slice < slices; ++slice) {
-      const int64_t begin = steps_ * slice / slices, end = steps_ * (slice + 1) / slices;
-      const bool is_last = slice + 1 == slices;
-      char* packed = memory_.packed + (keeps_all ? rows_.packed_bytes(begin) : 0);
-      if (!has_all) rows_.pack(begin, end, packed);
-      for (int64_t i = 0; i < pairs_; ++i) {
-        Fetch fetch = i + 1 < pairs_ ? Fetch(pair(i + 1), begin, end)
-                      : is_last      ? Fetch({}, 0, 0)
-                                     : Fetch(pair(0), end, steps_ * (slice + 2) / slices);
-        const Aside aside(fetch, writer_, rows_.blocks());
-        for (int64_t block = 0; block < rows_.blocks(); ++block) {
-          float* sums = sums_of(slices == 1 ? 0 : i, block);
-          slice == 0 ? zero_sums() : load_sums(sums);
-          add_slice<2>(rows_.packed(packed, block, end - begin), pair(i).from(begin), end - begin, aside);
-          if (is_last) {
-            finish_block<2>(block, i, sums, sums_of(slices == 1 ? 0 : i - 1, block));
-          } else {
-            store_sums<2>(sums);
-          }
-        }
+    const Order order{pairs_, slices_of(steps_), steps_, keeps_all};
+    PanelFetch<_MM_HINT_T1>(pair(0), order.at(0).begin, order.at(0).end).all();
+    for (int64_t i = 0; i < order.count(); ++i) {
+      const Place now = order.at(i);
+      multiply_place(now, order.at(i + 1), keeps_all, now.pair == 0 && !has_all);
+      if (now.end == steps_ && !(a_.is_gated && now.pair % 2 == 0)) {
+        const int64_t panel = panel_of(now.pair), steps = keeps_all ? steps_ : now.end - now.begin;
+        writer_.take((panel_ + panel) * kPanel, panels_ - panel, a_.is_gated ? 2 * steps : steps,
+                     kept_sums(now.pair, keeps_all),
+                     a_.is_gated ? kept_sums(now.pair - 1, keeps_all) : nullptr);
       }
     }
     writer_.finish();
@@ -220,6 +246,24 @@ class TileTask {
   }
 
  private:
+  // A pair by the tiles [begin, end) of the inputs.
+  struct Place {
+    int64_t pair, begin, end;
+  };
+
+  // Slices of one pair after another if all inputs are kept, or else the pairs by one slice after another.
+  struct Order {
+    int64_t pairs, slices, steps;
+    bool keeps_all;
+
+    int64_t count() const { return pairs * slices; }
+    Place at(int64_t i) const {
+      if (i >= count()) return {0, 0, 0};
+      const int64_t slice = keeps_all ? i % slices : i / pairs;
+      return {keeps_all ? i / slices : i % pairs, steps * slice / slices, steps * (slice + 1) / slices};
+    }
+  };
+
   // With gates, every pair is followed by that of the other half.
   PanelPair pair(int64_t index) const {
     const int64_t half = a_.is_gated ? index % 2 * (a_.out_features / 2 / kPanel) : 0;
@@ -233,6 +277,39 @@ class TileTask {
 
   float* sums_of(int64_t index, int64_t block) const {
     return memory_.sums + (index * rows_.blocks() + block) * kBlockSums;
+  }
+
+  // Sums of all blocks by a pair: until they are written, those of further pairs follow.
+  float* kept_sums(int64_t index, bool keeps_all) const {
+    return sums_of(keeps_all ? index & (a_.is_gated ? 3 : 1) : index, 0);
+  }
+
+  // All blocks; packs: first copies their inputs.
+  void multiply_place(const Place& now, const Place& next, bool keeps_all, bool packs) {
+    const int64_t steps = now.end - now.begin;
+    const int64_t lines = (kTileHeight + rows_.blocks() - 1) / rows_.blocks();
+    PanelFetch<_MM_HINT_T1> panels(pair(next.pair), next.begin, next.end);
+    float* sums = kept_sums(now.pair, keeps_all);
+    for (int64_t block = 0; block < rows_.blocks(); ++block, sums += kBlockSums) {
+      char* copy = memory_.packed + block * (keeps_all ? steps_ : steps) * kBlockBytes +
+                   (keeps_all ? now.begin * kBlockBytes : 0);
+      // the inputs that are copied next
+      const bool is_last = block + 1 == rows_.blocks();
+      RowFetch rows(rows_.direct(is_last ? 0 : block + 1).from(is_last ? next.begin : now.begin), packs);
+      if (packs) rows_.pack(block, now.begin, now.end, copy);
+      const float* next_sums = sums + kBlockSums;
+      now.begin == 0 ? zero_sums() : load_sums(sums);
+      add_kept_slice(TaskRows::packed(copy), pair(now.pair).from(now.begin), steps,
+                     [&]() __attribute__((always_inline)) {
+                       panels.some(lines);
+                       rows.step();
+                       for (int64_t i = 0; i < kStepSumLines; ++i, next_sums += kPanel)
+                         _mm_prefetch(next_sums, _MM_HINT_T0);
+                       writer_.step();
+                     });
+      if (now.end == steps_) add_rest<2>(block, now.pair);
+      store_sums<2>(sums);
+    }
   }
 
   template <int kRowTiles>
@@ -271,11 +348,7 @@ class TileTask {
   // of the other half follow.
   template <int kRowTiles>
   void finish_block(int64_t block, int64_t index, float* sums, const float* gates) {
-    if (const int64_t done = steps_ * kTileInputs; done < a_.in_features) {
-      const TileRest rest(rows_.direct(block).from(steps_), std::min(rows_.count(), kTileHeight),
-                          pair(index).from(steps_), a_.in_features - done);
-      add_products<kRowTiles>(rest.rows(), rest.panels(), 1, [] {});
-    }
+    add_rest<kRowTiles>(block, index);
     if (a_.is_gated && index % 2 == 0) {
       writer_.finish_block();
       store_sums<kRowTiles>(sums);
@@ -285,11 +358,47 @@ class TileTask {
     }
   }
 
+  template <int kRowTiles>
+  void add_rest(int64_t block, int64_t index) const {
+    const int64_t done = steps_ * kTileInputs;
+    if (done == a_.in_features) return;
+    const TileRest rest(rows_.direct(block).from(steps_), std::min(rows_.count(), kTileHeight),
+                        pair(index).from(steps_), a_.in_features - done);
+    add_products<kRowTiles>(rest.rows(), rest.panels(), 1, [] {});
+  }
+
   const LinearArgs& a_;
   const int64_t panel_, panels_, pairs_, steps_, panel_size_;
   const TaskRows rows_;
   TileMemory& memory_ = tile_memory();
   BlockWriter writer_;
+};
+
+// Tasks of a product: every thread stays with its rows, which it has copied, as long as these have any left.
+class TaskQueue {
+ public:
+  struct Task {
+    int64_t rows, pairs;
+  };
+
+  TaskQueue(int64_t row_tasks, int64_t groups) : row_tasks_(row_tasks), groups_(groups) {}
+
+  // To be called as often as there are tasks.
+  Task take(int64_t thread) {
+    if (row_tasks_ > kMost) {
+      const int64_t index = taken_[0]++;
+      return {index / groups_, index % groups_};
+    }
+    for (int64_t rows = thread % row_tasks_;; rows = (rows + 1) % row_tasks_) {
+      if (const int64_t pairs = taken_[rows]++; pairs < groups_) return {rows, pairs};
+    }
+  }
+
+ private:
+  static constexpr int64_t kMost = 64;
+
+  const int64_t row_tasks_, groups_;
+  std::atomic<int64_t> taken_[kMost] = {};
 };
 
 inline void multiply_in_tiles(const LinearArgs& a) {
@@ -309,16 +418,18 @@ inline void multiply_in_tiles(const LinearArgs& a) {
     const int64_t blocks = ((a.rows + row_tasks - 1) / row_tasks + kTileBlock - 1) / kTileBlock;
     const int64_t tasks = fitting < kMostSlicedRows ? threads : kPackedTasks * threads;
     groups = (tasks + row_tasks - 1) / row_tasks;
-    if (TileTask::slices_of(steps) > 1) {
+    if (fitting < kMostSlicedRows) {
       const int64_t most_pairs = TileMemory::kMostSums / (blocks * sums_of_pair);
       groups = std::max(groups, (pairs + most_pairs - 1) / most_pairs);
     }
   }
-  groups = std::min((groups + threads - 1) / threads * threads, pairs);
+  if (row_tasks % threads != 0) groups = (groups + threads - 1) / threads * threads;
+  groups = std::min(groups, pairs);
   static std::atomic<int64_t> calls{0};
   const int64_t call = ++calls;
-  const auto task = [&](int64_t index, int64_t) {
-    const int64_t of_rows = index / groups, of_pairs = index % groups;
+  TaskQueue queue(row_tasks, groups);
+  const auto task = [&](int64_t, int64_t thread) {
+    const auto [of_rows, of_pairs] = queue.take(thread);
     const int64_t row = a.rows * of_rows / row_tasks, end = a.rows * (of_rows + 1) / row_tasks;
     const int64_t panel = pairs * of_pairs / groups * 2;
     const int64_t last = std::min(panels, pairs * (of_pairs + 1) / groups * 2);

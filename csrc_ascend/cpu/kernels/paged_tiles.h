@@ -137,19 +137,6 @@ template <class RowAt, class Store>
   }
 }
 
-// 2^t for t not far above 0; 0 for -inf, NaN for NaN. Relative error below 9e-5, a twentieth of what rounding
-// the weight to bfloat16 does. 2^t = 2^n 2^f with n the greatest integer below; 2^f = 1 + f q(f), q fitted for
-// the least greatest relative error.
-inline VecF exp2_coarse(VecF t) {
-  constexpr int kDownwards = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
-  const VecF f = _mm512_reduce_ps(t, kDownwards);
-  VecF p = set1(7.706719740e-2f);
-  p = fma(p, f, set1(2.276448219e-1f));
-  p = fma(p, f, set1(6.951168245e-1f));
-  p = fma(p, f, set1(1.0f));
-  return _mm512_scalef_ps(p, t);
-}
-
 // Rounds two vectors and interleaves their lanes.
 inline void store_interleaved(bfloat16* p, VecF first, VecF second) {
   alignas(64) static constexpr uint16_t kOrder[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,

@@ -143,8 +143,9 @@ void write_sums(const LinearArgs& out, const float* bias, float* sums, float* up
     }
     float* up = ups + r * stride;
     if (bias != nullptr) add_bias(up, bias + width + column);
-    with_gate(out.gate,
-              [&](auto activation) { write_gated_row<T>(out, activation, own, up, row + r, column, columns); });
+    with_gate<T>(out.gate, [&](auto activation) {
+      write_gated_row<T>(out, activation, own, up, row + r, column, columns);
+    });
   }
 }
 
