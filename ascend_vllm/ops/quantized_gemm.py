@@ -236,6 +236,7 @@ def _linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     shapes = [(0, 8, 8, 8), (1, 1, 1, 1), (1, 7, 33, 7), (2, 64, 16, 32), (3, 65, 100, 16), (4, 96, 40, 64)]
     shapes += [(5, 33, 17, 32), (6, 128, 96, 128), (7, 1100, 50, 1100), (8, 336, 65, 48), (13, 1040, 96, 128)]
     shapes += [(100, 513, 80, 256), (193, 160, 130, 32), (1, 896, 520, 128), (9, 512, 301, 320)]
+    shapes += [(70, 1900, 70, 1900), (97, 1000, 50, 128)]
     for seed, (rows, inputs, outputs, group_size) in enumerate(shapes):
         generator = torch.Generator().manual_seed(seed)
         bias = torch.randn(outputs, generator=generator) if seed % 2 else None
@@ -332,7 +333,7 @@ def quantized_linear(
 def _gated_linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     # rows, inputs, half of the outputs, group
     shapes = [(0, 8, 16, 8), (1, 7, 16, 7), (2, 64, 32, 32), (5, 33, 80, 16), (7, 1100, 48, 1100), (13, 96, 64, 48)]
-    shapes += [(49, 513, 80, 128), (193, 64, 128, 32), (1, 896, 400, 128)]
+    shapes += [(49, 513, 80, 128), (193, 64, 128, 32), (1, 896, 400, 128), (70, 1900, 48, 1900)]
     for seed, (rows, inputs, width, group_size) in enumerate(shapes):
         generator = torch.Generator().manual_seed(seed)
         bias = torch.randn(2 * width, generator=generator) if seed % 2 else None
@@ -518,6 +519,7 @@ def _int8_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     # rows, inputs, outputs
     shapes = [(0, 8, 8), (1, 1, 1), (1, 7, 33), (2, 64, 16), (3, 65, 100), (4, 10, 40), (5, 33, 17), (6, 128, 96)]
     shapes += [(7, 1100, 50), (13, 96, 65), (100, 513, 80), (193, 40, 130), (1, 896, 2000), (9, 512, 1001)]
+    shapes += [(70, 1900, 96)]
     for seed, (rows, inputs, outputs) in enumerate(shapes):
         generator = torch.Generator().manual_seed(seed)
         q = torch.randint(-128, 128, (rows, inputs), generator=generator).to(torch.int8)

@@ -181,7 +181,7 @@ def test_zeros_give_the_bias(isa: str) -> None:
 
 
 @pytest.mark.parametrize("has_offset", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("rows", [1, 3, 40, 97])
 def test_sums_of_8_bit_numbers_are_exact(isa: str, rows: int, has_offset: bool) -> None:
     """All numbers are -128, the worst case of instructions that saturate."""
     inputs, outputs = 4100, 33

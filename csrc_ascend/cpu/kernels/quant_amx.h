@@ -79,12 +79,6 @@ __attribute__((noinline)) void multiply_few(const QuantizedWeight& weight, const
   });
 }
 
-// Blocks whose weights are widened together.
-struct TileSlice {
-  TileBlock blocks[kTileBlockInputs / 16];
-  int64_t count = 0, steps = 0;
-};
-
 // products[2][kPanels][16 rows][16] = two tiles of rows, or one, by one or two panels, for some steps;
 // before_step(index) comes before each.
 template <bool kTwo, int kPanels, class BeforeStep>
@@ -176,21 +170,13 @@ inline void multiply_in_tiles(const QuantizedWeight& weight, const bfloat16* x, 
     }
     if (begin == panels) return;
   }
-  TileSlice slice;
-  const auto multiply = [&] {
+  for (TileSlice slice = slice_after(weight, {}); slice.count > 0; slice = slice_after(weight, slice)) {
     int64_t p = begin;
     for (; p + 2 <= panels; p += 2) {
       multiply_slice<kCode, 2>(weight, slice, x, x_bytes, rows, panel + p, sums + p * kPanel);
     }
     if (p < panels) multiply_slice<kCode, 1>(weight, slice, x, x_bytes, rows, panel + p, sums + p * kPanel);
-    slice.count = slice.steps = 0;
-  };
-  for_tile_blocks(weight, [&](const TileBlock& block) {
-    if (slice.steps + block.steps() > kBlockSteps) multiply();
-    slice.blocks[slice.count++] = block;
-    slice.steps += block.steps();
-  });
-  multiply();
+  }
 }
 
 // sums[rows][kSumsStride] = rows of steps of bfloat16 by panels.

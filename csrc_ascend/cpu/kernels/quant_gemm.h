@@ -4,6 +4,8 @@
 #pragma once
 
 #include "cpu/kernels/quant_tasks.h"
+// after the former
+#include "cpu/kernels/quant_blocks.h"
 
 namespace ascend_vllm {
 
@@ -64,6 +66,13 @@ void run_product(const Args& a, const Product& product) {
 template <class T>
 void quantized_linear(const QuantizedLinearArgs& a) {
   if (a.rows == 0 || a.out_features == 0) return;
+#ifdef __AMX_BF16__
+  // the ends of short groups leave no time to compute gates
+  const bool are_long = std::min(a.group_size, a.in_features) >= kMinGatedGroup;
+  if (is_same<T, bfloat16> && a.rows >= kMinBlockedRows && !a.rounds_inputs && (are_long || !a.is_gated)) {
+    return with_code(a.code, [&]<Code kCode>() { multiply_blocked<CodeTiles<kCode>>(a); });
+  }
+#endif
   const QuantizedTask<T> product(a);
   prepare_rows(a.rows, a.in_features,
                [&](int64_t t) { product.prepare(static_cast<const T*>(a.x) + t * a.x_stride, t); });
@@ -73,6 +82,9 @@ void quantized_linear(const QuantizedLinearArgs& a) {
 template <class T>
 void int8_linear(const Int8LinearArgs& a) {
   if (a.rows == 0 || a.out_features == 0) return;
+#ifdef __AMX_BF16__
+  if (a.rows >= kMinBlockedRows) return multiply_blocked<ByteTiles<T>>(a);
+#endif
   const Int8Task<T> product(a);
   prepare_rows(a.rows, a.in_features, [&](int64_t t) { product.prepare(a.q + t * a.in_features, t); });
   run_product(a, product);

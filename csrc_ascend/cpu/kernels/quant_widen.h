@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kStepInputs = QuantizedInputs::kStep;  // that are widened at a time
 constexpr int64_t kStepSize = kStepInputs * kPanel;
-constexpr int64_t kTileBlockInputs = 512;  // maximum inputs of a block
+constexpr int64_t kTileBlockInputs = 896;  // maximum inputs of a block, and of a slice
 constexpr int64_t kBlockSteps = kTileBlockInputs / kStepInputs;
 constexpr int64_t kCodesAhead = 4096;  // prefetch distance, in bytes
 
@@ -141,6 +141,36 @@ inline void for_tile_blocks(const QuantizedWeight& weight, const Body& body) {
   }
 }
 
+// Blocks of inputs that are widened together, at most kBlockSteps steps.
+struct TileSlice {
+  TileBlock blocks[kBlockSteps];
+  int64_t count = 0, steps = 0;
+  int64_t chain_steps(int64_t block) const { return blocks[block].steps(); }
+};
+
+// The slice behind another one, or the first; empty if there is none.
+inline TileSlice slice_after(const QuantizedWeight& weight, const TileSlice& slice) {
+  TileSlice next;
+  int64_t begin = 0, step = 0;
+  if (slice.count > 0) {
+    const TileBlock& last = slice.blocks[slice.count - 1];
+    begin = last.end;
+    step = last.step + last.steps();
+  }
+  while (begin < weight.in_features) {
+    const int64_t group = begin / weight.group_size;
+    const int64_t end =
+        std::min({weight.in_features, (group + 1) * weight.group_size, begin + kTileBlockInputs});
+    const TileBlock block{group, begin, end, step};
+    if (next.steps + block.steps() > kBlockSteps) break;
+    next.blocks[next.count++] = block;
+    next.steps += block.steps();
+    step += block.steps();
+    begin = end;
+  }
+  return next;
+}
+
 // A row of x as the products read it: each block of inputs is padded with zeros to whole steps.
 inline void copy_steps(const QuantizedLinearArgs& a, const QuantizedWeight& weight, const bfloat16* x,
                        bfloat16* to) {
@@ -179,25 +209,32 @@ class StepWidener {
   static constexpr int64_t kWords = kCode == Code::kUint4 ? 4 : 8;
   using Step = bfloat16[kPanels][kStepSize];
 
-  StepWidener(const QuantizedWeight& weight, int64_t panel, const TileBlock& first)
-      : weight_(weight), panel_(panel), panel_bytes_(weight.words * kPanel * 4) {
+  // Panels from `panel` on, of which none is behind `last`.
+  StepWidener(const QuantizedWeight& weight, int64_t panel, int64_t last, const TileBlock& first)
+      : weight_(&weight), panel_(panel), last_(last), panel_bytes_(weight.words * kPanel * 4) {
     begin(first.group, first.begin);
   }
+  StepWidener(const QuantizedWeight& weight, int64_t panel, const TileBlock& first)
+      : StepWidener(weight, panel, panel + kPanels - 1, first) {}
   bool is_done() const { return is_done_; }
   // Widens one step of all panels, and goes on to the next.
-  void widen(Step& to) {
+  void widen(Step& to) { widen(to[0], kStepSize); }
+  // The same for panels that are so many numbers apart.
+  void widen(bfloat16* to, int64_t panel_size) {
     const int64_t left = panel_bytes_ - word_ * kPanel * 4;
     // a panel is followed by the next one of these in memory
     const int64_t ahead = left > kCodesAhead ? kCodesAhead : kCodesAhead + (kPanels - 1) * panel_bytes_;
 #pragma GCC unroll 4
     for (int p = 0; p < kPanels; ++p) {
-      const Widen<kCode> widen(weight_, panel_ + p, group_);
-      widen_step(widen, weight_.panel_codes(panel_ + p) + word_ * kPanel, words_end_ - word_, ahead, to[p]);
+      const int64_t panel = std::min(panel_ + p, last_);
+      const Widen<kCode> widen(*weight_, panel, group_);
+      widen_step(widen, weight_->panel_codes(panel) + word_ * kPanel, words_end_ - word_, ahead,
+                 to + p * panel_size);
     }
     word_ += kWords;
     if (word_ < words_end_) return;
-    if (end_ < weight_.in_features) {
-      begin(end_ == (group_ + 1) * weight_.group_size ? group_ + 1 : group_, end_);
+    if (end_ < weight_->in_features) {
+      begin(end_ == (group_ + 1) * weight_->group_size ? group_ + 1 : group_, end_);
     } else {
       is_done_ = true;
     }
@@ -206,12 +243,12 @@ class StepWidener {
  private:
   void begin(int64_t group, int64_t first) {
     group_ = group;
-    end_ = std::min({weight_.in_features, (group + 1) * weight_.group_size, first + kTileBlockInputs});
-    word_ = first * weight_.bits / 32;
-    words_end_ = (end_ * weight_.bits + 31) / 32;
+    end_ = std::min({weight_->in_features, (group + 1) * weight_->group_size, first + kTileBlockInputs});
+    word_ = first * weight_->bits / 32;
+    words_end_ = (end_ * weight_->bits + 31) / 32;
   }
-  const QuantizedWeight& weight_;
-  const int64_t panel_, panel_bytes_;
+  const QuantizedWeight* weight_;
+  int64_t panel_, last_, panel_bytes_;
   int64_t group_, end_, word_, words_end_;
   bool is_done_ = false;
 };
