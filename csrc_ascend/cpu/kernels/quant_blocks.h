@@ -120,7 +120,7 @@ class BlockSums {
       if (bias_ != nullptr) values[p] = values[p] + load(biases_ + p * kPanel);
     }
     if (chain_.is_gate) {
-      return with_gate(out_.gate, [&](auto activation) {
+      return with_gate<T>(out_.gate, [&](auto activation) {
         for (int p = 0; p < 2; ++p) store(chain_.gates + at + p * kPanel, activation(rounded<T>(values[p])));
       });
     }
