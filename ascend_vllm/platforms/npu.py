@@ -150,14 +150,15 @@ class NpuPlatform(Platform):
         not counted here.
         """
         self.release_memory()
-        allocated = int(self._npu.memory_allocated(self._device))
+        allocated, before = int(self._npu.memory_allocated(self._device)), self.free_bytes()
         self._npu.reset_peak_memory_stats(self._device)
         largest_step()
         self._npu.synchronize()
         peak = int(self._npu.max_memory_allocated(self._device)) - allocated
         free = self.free_bytes()
         self.release_memory()
-        return max(peak, self.free_bytes() - free)
+        # neither what the step leaves nor what was garbage before it and is collected during it
+        return max(peak, min(before, self.free_bytes()) - free)
 
     def kv_cache_bytes(self, config: CacheConfig, peak_bytes: int) -> int:
         """--kv-cache-memory-bytes, else what --gpu-memory-utilization leaves beside weights and activations."""

@@ -70,7 +70,7 @@ class Library:
 LIBRARIES = (
     Library("libascendcl", HERE / "ascendcl"),
     Library("libopapi", HERE / "opapi", aten=True, needs=("libascendcl",), also=("libnnopbase",)),
-    Library("libhccl", HERE / "hccl", aten=True, needs=("libascendcl",)),
+    Library("libhccl", HERE / "hccl", aten=True, needs=("libascendcl",), also=("libhcomm",)),
     # the project's own operators, whose name is that of the library which CMake builds with CANN
     Library(
         "libascend_vllm_npu",

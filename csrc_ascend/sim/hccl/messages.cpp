@@ -1,6 +1,7 @@
 // Messages between two ranks, sent in frames through a channel per pair of ranks, which buffers one frame.
 #include <algorithm>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "sim/hccl/entry.h"
@@ -83,12 +84,37 @@ void run(Communicator& c, std::vector<Message> messages) {
   }
 }
 
+// Messages of one communicator and stream.
+struct Batch {
+  const char* function;
+  Handle communicator;
+  aclrtStream stream;
+  std::vector<Message> messages;
+};
+
+// A thread's groups that have not ended, and what they hold back.
+thread_local int open_groups = 0;
+thread_local std::vector<Batch> held_back;
+
+void submit_batch(const Batch& batch) {
+  submit(batch.stream, batch.function,
+         [c = batch.communicator, messages = batch.messages] { c->messages([&] { run(*c, messages); }); });
+}
+
 HcclResult submit_messages(const char* function, HcclComm comm, aclrtStream stream,
                            const std::function<std::vector<Message>(const Communicator&)>& make) {
   return answering(function, [&] {
     const Handle c = handle_of(function, comm);
-    const std::vector<Message> messages = make(*c);
-    submit(stream, function, [=] { c->messages([&] { run(*c, messages); }); });
+    const Batch batch{function, c, stream, make(*c)};
+    if (open_groups == 0) return submit_batch(batch);
+    const auto same = std::find_if(held_back.begin(), held_back.end(), [&](const Batch& other) {
+      return other.communicator == c && other.stream == stream;
+    });
+    if (same == held_back.end()) {
+      held_back.push_back(batch);
+    } else {
+      same->messages.insert(same->messages.end(), batch.messages.begin(), batch.messages.end());
+    }
   });
 }
 
@@ -123,6 +149,20 @@ HcclResult HcclBatchSendRecv(HcclSendRecvItem* items, uint32_t count, HcclComm c
                                  item.remoteRank));
     }
     return messages;
+  });
+}
+
+// Since CANN 9.1, looked up in libhcomm: the messages of a group begin together when the outermost group ends.
+HcclResult HcclGroupStart() {
+  ++open_groups;
+  return HCCL_SUCCESS;
+}
+
+HcclResult HcclGroupEnd() {
+  return answering("HcclGroupEnd", [] {
+    require(open_groups > 0, "HcclGroupEnd", "group", "none has been started");
+    if (--open_groups > 0) return;
+    for (const Batch& batch : std::exchange(held_back, {})) submit_batch(batch);
   });
 }
 
