@@ -142,16 +142,19 @@ def test_who_runs_eager_and_why(
         assert resolve_graph_config(changed, 100) == GraphConfig(GraphMode.RECORDED if is_cpu else GraphMode.EAGER)
         assert f"--max-seq-len-to-capture has no effect: {reason}" in package_log.text
         assert ("INFER_MODE=PTA has no effect: " + reason in package_log.text) == asks
+    # collectives are captured and compiled with the rest
     two = msgspec.structs.replace(config, parallel=ParallelConfig(tensor_parallel_size=2))
     arch = msgspec.structs.replace(config.model.arch, captures_graphs=False)
     other = with_model(config, architecture="OPTForCausalLM", arch=arch)
     if not asks:
-        assert resolve_graph_config(two, 8192) == resolve_graph_config(other, 8192) == GraphConfig()
+        assert resolve_graph_config(two, 8192).mode == GraphMode.CAPTURED
+        assert resolve_graph_config(other, 8192) == GraphConfig()
         assert "OPTForCausalLM has them with INFER_MODE=PTA only" in package_log.text
         return
-    assert resolve_graph_config(other, 8192).mode == GraphMode.COMPILED
-    with pytest.raises(ConfigError, match="INFER_MODE=PTA with --tensor-parallel-size 2"):
-        resolve_graph_config(two, 8192)
+    assert resolve_graph_config(other, 8192).mode == resolve_graph_config(two, 8192).mode == GraphMode.COMPILED
+    stages = msgspec.structs.replace(config, parallel=ParallelConfig(pipeline_parallel_size=2))
+    with pytest.raises(ConfigError, match="INFER_MODE=PTA with --pipeline-parallel-size 2"):
+        resolve_graph_config(stages, 8192)
 
 
 def test_who_records_on_cpu(config: EngineConfig) -> None:

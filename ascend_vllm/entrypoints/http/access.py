@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.routing import BaseRoute, Match
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ascend_vllm import envs
 from ascend_vllm.entrypoints.http.docs_pages import PAGES
@@ -211,8 +211,15 @@ class ConcurrencyLimitMiddleware:
                 "(--max-concurrent-requests-per-key). Please wait until one of them has ended."
             )
         scope[_SLOT] = leave
+
+        async def send_and_leave(message: Message) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                # before the client has its whole answer: its next request may come at once
+                keep_slot(scope)()
+            await send(message)
+
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, send_and_leave)
         finally:
             keep_slot(scope)()
 

@@ -29,21 +29,22 @@ inline VecF gelu_tanh(VecF x) {
   return x / (set1(1.0f) + exp(minus_2u));
 }
 
-// The same with a relative error below 2e-4, a tenth of what rounding to bfloat16 does.
+#ifdef __AVX512BF16__
+// SiLU with a relative error below 2e-4, a tenth of what rounding to bfloat16 does. Sets whose choice may
+// differ must round alike (FAMILIES in ops/kernel_choice.py): those that have this are on their own.
 inline VecF silu_coarse(VecF x) {
-#ifdef __AVX512F__
   return x * _mm512_rcp14_ps(set1(1.0f) + exp2_coarse(x * set1(-1.44269504088896341f)));
-#else
-  return silu(x);
-#endif
 }
+#endif
 
 // Calls body(activation), a function of VecF, for results of type T.
 template <class T, class Body>
 inline void with_gate(Gate gate, const Body& body) {
   switch (gate) {
     case Gate::kSilu:
+#ifdef __AVX512BF16__
       if constexpr (std::is_same_v<T, bfloat16>) return body([](VecF x) { return silu_coarse(x); });
+#endif
       return body([](VecF x) { return silu(x); });
     case Gate::kGelu:
       return body([](VecF x) { return gelu(x); });
