@@ -226,7 +226,7 @@ class AscendInt8Attention(AscendBackend):
         slots = (blocks[..., None] + offsets).flatten()
         # a row's blocks have room for more tokens than it has
         room = width * self.block_size
-        kept = np.concatenate([row * room + np.arange(seq_len) for row, seq_len in enumerate(part.seq_lens)])
+        kept = np.flatnonzero(np.arange(room) < np.array(part.seq_lens)[:, None])
         return slots.index_select(0, torch.from_numpy(kept).to(slots.device))
 
     def _decoded(

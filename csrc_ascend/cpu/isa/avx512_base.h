@@ -59,9 +59,10 @@ inline VecF pow2i(VecF n) {
   const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
   return _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
 }
-// 2^t; 0 for -inf, infinity above 128, NaN for NaN. Relative error
-// below 9e-5, a twentieth of what rounding to bfloat16 does. 2^t = 2^n 2^f with n the greatest integer below;
-// 2^f = 1 + f q(f), q fitted for the least greatest relative error.
+
+// 2^t; 0 for -inf, infinity above 128, NaN for NaN. Relative error below 9e-5, a twentieth of what rounding to
+// bfloat16 does. 2^t = 2^n 2^f with n the greatest integer below; 2^f = 1 + f q(f), q fitted for the least
+// greatest relative error.
 inline VecF exp2_coarse(VecF t) {
   constexpr int kDownwards = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
   const VecF f = _mm512_reduce_ps(t, kDownwards);
