@@ -367,17 +367,23 @@ def run(names: list[str], dtype: torch.dtype, budget_s: float, parts: Sequence[s
 
 
 def probe_kernels(dtype: torch.dtype) -> None:
-    """Prints the measurement by which a server chooses instruction sets."""
-    isas = kernel_choice.candidates(dtype)
-    timings = kernel_choice.measure(dtype, isas)
-    table = kernel_choice.by_table(isas)
-    choice = kernel_choice.choose(timings, table, kernel_choice.FAMILIES[dtype])
+    """Prints the measurements by which a server chooses instruction sets, of plain and of all quantized products."""
+    isas = [isa for isa in native.available_cpu_isas() if isa != "scalar"]
     print(
         f"{'us, best of several calls':26}" + "".join(f"{isa:>14}" for isa in isas) + "  chosen        by the table"
     )
-    for name, calls in timings.items():
-        times = "".join(f"{1e6 * min(calls[isa]):14.1f}" for isa in isas)
-        print(f"{name:26}{times}  {choice[name]:14}{table[name]}")
+    for product in (None, *native.QUANTIZED_PRODUCTS):
+        possible = kernel_choice.families(dtype, product)
+        used = kernel_choice.candidates(possible)
+        start = time.perf_counter()
+        timings = kernel_choice.measure(dtype, used, product)
+        seconds = time.perf_counter() - start
+        table = kernel_choice.by_table(used, product)
+        choice = kernel_choice.choose(timings, table, possible)
+        for name, calls in timings.items():
+            times = "".join(f"{1e6 * min(calls[isa]):14.1f}" if isa in calls else f"{'':14}" for isa in isas)
+            print(f"{name:26}{times}  {choice[name]:14}{table[name]}")
+        print(f"measured in {1e3 * seconds:.0f} ms")
 
 
 def main() -> None:

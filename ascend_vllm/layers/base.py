@@ -77,6 +77,11 @@ class Layer:
         """Checkpoint tensors of this layer itself, without its children's."""
         return []
 
+    @property
+    def product_kinds(self) -> frozenset[str]:
+        """Of `ops.native.QUANTIZED_PRODUCTS`, those that the CPU computes for this layer itself, after loading."""
+        return frozenset()
+
     def after_load(self) -> None:
         """Called once, when all slots of this layer are filled; may convert the loaded tensors and free them."""
 

@@ -99,6 +99,11 @@ class Experts(Layer):
         widened = CODED_FORMS[context.device.type].widened
         return DeviceExpertStack(prefix, form(self._config.count, *sizes, context.dtype, context.device), widened)
 
+    @property
+    def product_kinds(self) -> frozenset[str]:
+        """See `Layer.product_kinds`."""
+        return self._stack.product_kinds if isinstance(self._stack, QuantizedExpertStack) else frozenset()
+
     def slots(self) -> list[WeightSlot]:
         """Three matrices for each of this rank's experts; none if they are layers of their own."""
         return self._slots

@@ -78,6 +78,11 @@ class Linear(Layer):
         """How the norm before this layer has to quantize its result; None: not at all."""
         return self._method.activation_quant
 
+    @property
+    def product_kinds(self) -> frozenset[str]:
+        """See `Layer.product_kinds`."""
+        return self._method.product_kinds
+
     def slots(self) -> list[WeightSlot]:
         """Per matrix a weight, or the tensors of its quantization format, and perhaps a bias."""
         return self._slots

@@ -22,10 +22,25 @@ logger = init_logger(__name__)
 
 LIBRARY_PATH = pathlib.Path(__file__).resolve().parent.parent / "_C.so"
 
-# Calls of kernels whose instruction set is chosen separately in each dtype: matrix products with one row, with at
-# most MOST_FEW_ROWS and with more, and attention. Order and number are those of csrc_ascend/cpu/dispatch.h.
-KERNEL_CLASSES = ("one_row", "few_rows", "many_rows", "attention")
+# Products with quantized weights: codes of 4 or 8 bits or fp8 by inputs as they are, whole codes by inputs that are
+# rounded to 8 bits in blocks, and int8 by int8. Order as in csrc_ascend/cpu/dispatch.h.
+QUANTIZED_PRODUCTS = ("uint4", "uint8", "float8_e4m3", "uint4_rounded", "uint8_rounded", "int8")
 MOST_FEW_ROWS = 16
+
+
+def product_classes(product: str | None = None) -> tuple[str, ...]:
+    """Classes of one of QUANTIZED_PRODUCTS, or else of plain products: one row, at most MOST_FEW_ROWS, and more."""
+    prefix = "" if product is None else f"{product}."
+    return f"{prefix}one_row", f"{prefix}few_rows", f"{prefix}many_rows"
+
+
+# Classes of calls of kernels whose instruction set is chosen separately in each dtype: plain products, attention, and
+# quantized products. Order as in csrc_ascend/cpu/dispatch.h.
+KERNEL_CLASSES = (
+    *product_classes(),
+    "attention",
+    *(name for product in QUANTIZED_PRODUCTS for name in product_classes(product)),
+)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # prefixes of modules with kernels for one kind of device

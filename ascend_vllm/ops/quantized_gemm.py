@@ -163,6 +163,11 @@ class QuantizedPanels:
         parts = (self.codes, self.scales, self.zeros)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
+    @property
+    def product_kind(self) -> str:
+        """Of its products, one of native.QUANTIZED_PRODUCTS."""
+        return f"{self.code}_rounded" if self.rounds_inputs else self.code
+
     def pack_rows(
         self, first_row: int, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None
     ) -> None:
@@ -475,6 +480,11 @@ class Int8Panels(QuantizedPanels):
     def __init__(self, out_features: int, in_features: int) -> None:
         super().__init__(out_features, in_features, in_features, "uint8")
         self.sums = torch.zeros(out_features, dtype=torch.int32)
+
+    @property
+    def product_kind(self) -> str:
+        """Of its products."""
+        return "int8"
 
     def pack_int8_rows(self, first_row: int, values: torch.Tensor, scales: torch.Tensor) -> None:
         """Writes M rows from `first_row` on; values: [M, K] int8; scales: [M] float32."""

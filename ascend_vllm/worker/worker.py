@@ -145,6 +145,10 @@ class Worker:
                 f"the weights do not fit in the memory of the device: {first_line(error)}; use a smaller or a "
                 "quantised model, or free memory that other processes hold."
             ) from error
+        if self._platform.device_type == "cpu":
+            kinds = {kind for layer in model.layers() for kind in layer.product_kinds}
+            for kind in sorted(kinds):
+                choose_cpu_kernels(self._dtype, probe=config.device.cpu_kernel_probe, product=kind)
         backend_class = select_attention_backend(
             self._platform.device_type, model.attention_layers, self._dtype, config.cache.block_size
         )

@@ -20,10 +20,31 @@ enum Isa : int { kScalar, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmxBf16, kN
 
 #ifndef ASCEND_VLLM_ISA
 
+// Products with quantized weights: in codes of 4 or 8 bits or fp8, by inputs as they are or rounded to 8 bits
+// in blocks, and int8 by int8.
+enum QuantizedProduct : int {
+  kUint4Weights,
+  kUint8Weights,
+  kFloat8Weights,
+  kUint4Rounded,
+  kUint8Rounded,
+  kInt8ByInt8,
+  kNumQuantizedProducts
+};
+
 // Calls whose set is chosen separately, for each dtype: matrix products with one row, with at most kMostFewRows
-// and with more, and attention. ops/native.py has the names.
-enum KernelClass : int { kOneRow = 0, kFewRows = 1, kManyRows = 2, kAttention = 3, kNumKernelClasses = 4 };
+// and with more, attention, and from kFirstQuantized on the same of each of the quantized products.
+// ops/native.py has the names.
+enum KernelClass : int { kOneRow, kFewRows, kManyRows, kAttention, kFirstQuantized };
+constexpr int kNumKernelClasses = kFirstQuantized + 3 * kNumQuantizedProducts;
 constexpr int64_t kMostFewRows = 16;
+
+constexpr KernelClass class_of(int64_t rows) {
+  return rows <= 1 ? kOneRow : rows <= kMostFewRows ? kFewRows : kManyRows;
+}
+constexpr KernelClass class_of(QuantizedProduct product, int64_t rows) {
+  return static_cast<KernelClass>(kFirstQuantized + 3 * product + class_of(rows));
+}
 
 // Index of a choice: that of a class in a dtype, or kOtherKernels.
 constexpr int choice_of(DType dtype, KernelClass kernel_class) {

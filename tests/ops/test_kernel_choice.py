@@ -5,28 +5,32 @@ from __future__ import annotations
 import json
 import pathlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 import torch
 
+from ascend_vllm.config.quantization import QuantizationConfig
 from ascend_vllm.ops import kernel_choice, native
 from ascend_vllm.ops.gemm import PackedLinear
-from ascend_vllm.ops.kernel_choice import FAMILIES, choose, choose_cpu_kernels
+from ascend_vllm.ops.kernel_choice import FAMILIES, choose, choose_cpu_kernels, families
+from ascend_vllm.ops.quantized_gemm import CODES, Int8Panels, QuantizedPanels, quantize_tokens
 from ascend_vllm.ops.registry import FLOAT_DTYPES
 from ascend_vllm.platforms.processor import fastest_set, this_processor
+from ascend_vllm.worker.worker import Worker
 from tests.tiny_models import tiny_model
 from tests.worker.worker_driver import make_config, started_worker
 
 AVAILABLE = native.available_cpu_isas()
 BEST = AVAILABLE[0] if AVAILABLE else ""
-CLASSES = native.KERNEL_CLASSES
+CLASSES = (*native.product_classes(), "attention")
 BF16 = FAMILIES[torch.bfloat16]
 needs_a_choice = pytest.mark.skipif("avx2" not in AVAILABLE[1:], reason="this machine has one vector set")
 
 
 def _active() -> dict[tuple[str, torch.dtype], str | None]:
-    return {(name, dtype): native.cpu_isa(name, dtype) for name in CLASSES for dtype in FLOAT_DTYPES}
+    return {(name, dtype): native.cpu_isa(name, dtype) for name in native.KERNEL_CLASSES for dtype in FLOAT_DTYPES}
 
 
 @pytest.fixture(autouse=True)
@@ -63,11 +67,57 @@ def test_a_row_is_the_same_in_any_batch_whatever_sets_of_a_family_are_chosen(dty
                     assert torch.equal(method(x[-rows:]), together[-rows:]), (family, shift, rows)
 
 
+def _products_of(kind: str, dtype: torch.dtype) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    """A product of [T, 1100] of a kind, and a gated one."""
+    generator = torch.Generator().manual_seed(1)
+    if kind == "int8":
+        int8 = Int8Panels(352, 1100)
+        weight = torch.randint(-128, 128, (352, 1100), generator=generator).to(torch.int8)
+        int8.pack_int8_rows(0, weight, torch.rand(352, generator=generator) / 74 / 33)
+        return [
+            lambda x: int8.product(*quantize_tokens(x, False)[:2], None, None, dtype),
+            lambda x: int8.gated_product(*quantize_tokens(x, False)[:2], None, None, dtype, "silu"),
+        ]
+    code = kind.removesuffix("_rounded")
+    panels = QuantizedPanels(352, 1100, 128, code)
+    values = torch.randint(2 ** CODES[code], (352, 1100), generator=generator).to(torch.uint8)
+    if code == "float8_e4m3":
+        values = torch.randn(352, 1100, generator=generator).to(torch.float8_e4m3fn)
+    size = 2.0 if code == "float8_e4m3" else 0.3 * 2 ** CODES[code]
+    panels.pack_rows(0, values, torch.rand(352, 9, generator=generator) / size / 33)
+    panels.rounds_inputs = kind.endswith("_rounded")
+    return [lambda x: panels(x, None), lambda x: panels.gated(x, None, "silu")]
+
+
+@needs_a_choice
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("kind", native.QUANTIZED_PRODUCTS)
+def test_a_row_of_a_quantized_product_is_the_same_whatever_sets_of_a_family_are_chosen(
+    kind: str, dtype: torch.dtype
+) -> None:
+    x = torch.randn(130, 1100, generator=torch.Generator().manual_seed(0)).to(dtype)
+    classes = native.product_classes(kind)
+    for family in families(dtype, kind):
+        sets = [isa for isa in family if isa in AVAILABLE]
+        for method in _products_of(kind, dtype) if sets else ():
+            native.set_cpu_isa("scalar" if "scalar" not in sets else "avx2")
+            for name in classes:
+                native.set_cpu_isa(sets[0], name, dtype)
+            together = method(x)
+            for shift in range(len(sets)):
+                for place, name in enumerate(classes):
+                    native.set_cpu_isa(sets[(place + shift) % len(sets)], name, dtype)
+                for rows in (1, 2, 16, 17, 64, 65, 130):
+                    assert torch.equal(method(x[-rows:]), together[-rows:]), (family, shift, rows)
+
+
 @needs_a_choice
 def test_classes_and_dtypes_have_sets_of_their_own() -> None:
     native.set_cpu_isa(BEST)
-    native.set_cpu_isa("avx2", "few_rows", torch.float16)
-    assert {key for key, isa in _active().items() if isa == "avx2"} == {("few_rows", torch.float16)}
+    changed = {("few_rows", torch.float16), ("uint4.one_row", torch.bfloat16), ("int8.many_rows", torch.float32)}
+    for name, dtype in changed:
+        native.set_cpu_isa("avx2", name, dtype)
+    assert {key for key, isa in _active().items() if isa == "avx2"} == changed
     assert native.cpu_isa() == BEST
 
 
@@ -131,6 +181,44 @@ def test_every_class_is_timed_with_every_set(dtype: torch.dtype) -> None:
     assert all(len(calls) > 2 and min(calls) > 0 for by_isa in timings.values() for calls in by_isa.values())
     assert min(timings["many_rows"]["avx2"]) > min(timings["one_row"]["avx2"]), "64 rows take longer than one"
     assert (_active(), torch.get_num_threads()) == (before, threads)
+
+
+@needs_a_choice
+@pytest.mark.parametrize("kind", native.QUANTIZED_PRODUCTS)
+def test_quantized_products_are_timed_with_every_set(kind: str) -> None:
+    dtype = torch.bfloat16
+    isas = kernel_choice.candidates(families(dtype, kind))
+    before = _active()
+    timings = kernel_choice.measure(dtype, isas, kind)
+    assert tuple(timings) == native.product_classes(kind)
+    assert all(list(by_isa) == isas for by_isa in timings.values())
+    assert all(len(calls) > 2 and min(calls) > 0 for by_isa in timings.values() for calls in by_isa.values())
+    assert min(timings[f"{kind}.many_rows"]["avx2"]) > min(timings[f"{kind}.one_row"]["avx2"])
+    assert _active() == before
+
+
+@needs_a_choice
+@pytest.mark.parametrize("plain", [BEST, "avx2"])
+def test_quantized_products_are_chosen_when_a_model_has_them(
+    cache: pathlib.Path, package_log: pytest.LogCaptureFixture, plain: str
+) -> None:
+    dtype = torch.bfloat16
+    native.set_cpu_isa(BEST)
+    for name in CLASSES:
+        native.set_cpu_isa(plain, name, dtype)
+    chosen = choose_cpu_kernels(dtype, probe=True, product="int8")
+    assert chosen is not None and tuple(chosen) == native.product_classes("int8")
+    assert {name: native.cpu_isa(name, dtype) for name in chosen} == chosen
+    has_bfloat16 = plain in ("amx_bf16", "avx512_bf16")
+    assert all((isa in ("amx_bf16", "avx512_bf16")) == has_bfloat16 for isa in chosen.values()), "gates as plain ones"
+    assert {isa for (name, _), isa in _active().items() if name.startswith("uint")} == {BEST}, "others are untouched"
+    (line,) = package_log.messages
+    assert line.startswith("CPU kernels: ") and " for int8 products" in line
+    assert line.endswith(", measured now" if BEST != "avx2" else ", by the table of known processors")
+    choose_cpu_kernels(dtype, probe=True, product="int8")
+    assert package_log.messages[-1] == line.replace("measured now", "measured at an earlier start")
+    table = choose_cpu_kernels(dtype, probe=False, product="uint4")
+    assert table is not None and len(set(table.values())) == 1
 
 
 @needs_a_choice
@@ -257,3 +345,15 @@ def test_a_worker_chooses_before_it_packs_weights(cache: pathlib.Path, package_l
         lines = [line for line in package_log.messages if line.startswith(("CPU kernels: ", "Model loaded"))]
         assert reason in lines[-2] and lines[-1].startswith("Model loaded")
         assert make_config(tiny_model("qwen2"), cpu_kernel_probe=probe).device.cpu_kernel_probe is probe
+
+
+@needs_a_choice
+def test_a_worker_chooses_for_the_quantized_products_of_its_model(
+    cache: pathlib.Path, package_log: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(tiny_model("qwen2"))
+    arch = msgspec.structs.replace(config.model.arch, quantization=QuantizationConfig("weight_only_int8"))
+    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, arch=arch))
+    Worker(config).load_model()
+    lines = [line for line in package_log.messages if line.startswith("CPU kernels: ")]
+    assert len(lines) == 2 and "products by 8-bit weights" in lines[1]

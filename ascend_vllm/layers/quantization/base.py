@@ -124,10 +124,13 @@ class QuantMethod(abc.ABC):
             `create_weights` returns. Inputs that are not from a norm are always in the model's dtype.
         rounds_inputs: whether products with weights in codes of 4 or 8 bits may round their inputs to 8 bits, see
             `ops.quantized_gemm.quantized_linear`; other methods ignore it. Set before weights are loaded.
+        product_kinds: of `ops.native.QUANTIZED_PRODUCTS`, those that the CPU computes for the layer. Set when weights
+            are loaded.
     """
 
     activation_quant: ActivationQuant | None = None
     rounds_inputs: bool = False
+    product_kinds: frozenset[str] = frozenset()
 
     @abc.abstractmethod
     def create_weights(self, layer: LinearLayer) -> list[WeightSlot]:

@@ -47,6 +47,11 @@ class QuantizedExpertStack:
         # [E, 2] of both parts, scales and offsets; None: each row has its own
         self._measured: list[torch.Tensor | None] = [None, None]
 
+    @property
+    def product_kinds(self) -> frozenset[str]:
+        """Of the products, of `ops.native.QUANTIZED_PRODUCTS`; known when the matrices are here."""
+        return frozenset({"int8" if stack.sums is not None else stack.code for stack in (self._gate_up, self._down)})
+
     def put(self, index: int, matrix: int, method: WeightMethod) -> None:
         """Takes a loaded matrix.
 

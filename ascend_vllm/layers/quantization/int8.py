@@ -161,6 +161,8 @@ class Int8Linear(QuantMethod):
         parts = [(matrix.values, matrix.scales) for matrix in matrices]
         weight = INT8_FORMS[layer.device.type](parts, self._rounding, layer.dtype, layer.device)
         self._quant.weight = weight
+        if isinstance(weight, PanelInt8Weight):
+            self.product_kinds = frozenset({weight.panels.product_kind})
         biases = [matrix.bias for matrix in matrices if matrix.bias is not None]
         if biases:
             layer.bias = weight.bias_of_sums(torch.cat(biases))

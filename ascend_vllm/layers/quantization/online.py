@@ -12,7 +12,13 @@ from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.quantization.base import LayerKind, LinearLayer, LinearOutput, QuantMethod, QuantScheme
 from ascend_vllm.layers.quantization.tensor_parts import TensorPart
 from ascend_vllm.layers.quantization.unquantized import Unquantized, UnquantizedScheme, UnquantizedTable
-from ascend_vllm.layers.quantization.weight_only import CodedMatrix, MatrixFormat, WeightOnlyLinear, pack_matrices
+from ascend_vllm.layers.quantization.weight_only import (
+    CodedMatrix,
+    MatrixFormat,
+    WeightOnlyLinear,
+    pack_matrices,
+    product_kinds,
+)
 
 # largest number in E4M3
 _MOST_FP8 = 448.0
@@ -117,6 +123,7 @@ class _TiedTable(UnquantizedTable):
         """Makes the weights."""
         matrix = round_rows(self._table.cpu(), "uint8", layer.in_shard)
         self._rounded = pack_matrices([matrix], "uint8", layer, self.rounds_inputs)
+        self.product_kinds = product_kinds([self._rounded])
 
     def apply(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
         return self._rounded(x, layer.bias)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -107,6 +107,7 @@ class WeightOnlyLinear(QuantMethod):
         agree = all(torch.equal(matrix.groups, matrices[0].groups) for matrix in matrices)
         joined = [matrices] if agree else [[matrix] for matrix in matrices]
         self._blocks = [pack_matrices(part, self._format.code, layer, self.rounds_inputs) for part in joined]
+        self.product_kinds = product_kinds(self._blocks)
         if layer.bias is not None:
             layer.bias = layer.bias.to(self._blocks[0].bias_dtype)
 
@@ -132,6 +133,11 @@ class WeightOnlyLinear(QuantMethod):
         if len(self._blocks) == 1:
             return self._blocks[0].gated(x, layer.bias, activation)
         return GATED_ACTIVATIONS[activation](self.apply(layer, x))
+
+
+def product_kinds(weights: Iterable[CodedWeight]) -> frozenset[str]:
+    """See `QuantMethod`."""
+    return frozenset(weight.product_kind for weight in weights if isinstance(weight, QuantizedPanels))
 
 
 def pack_matrices(

@@ -53,9 +53,7 @@ struct ExpertsMemory {
 };
 
 #ifndef ASCEND_VLLM_ISA
-inline int choice_for(const ExpertsArgs& args) {
-  return choice_of(args.dtype, args.tokens <= 1 ? kOneRow : args.tokens <= kMostFewRows ? kFewRows : kManyRows);
-}
+inline int choice_for(const ExpertsArgs& args) { return choice_of(args.dtype, class_of(args.tokens)); }
 #endif
 
 ASCEND_VLLM_KERNEL(experts_mlp, ExpertsArgs)

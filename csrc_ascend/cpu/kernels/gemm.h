@@ -6,9 +6,7 @@
 namespace ascend_vllm {
 
 #ifndef ASCEND_VLLM_ISA
-inline int choice_for(const LinearArgs& args) {
-  return choice_of(args.dtype, args.rows <= 1 ? kOneRow : args.rows <= kMostFewRows ? kFewRows : kManyRows);
-}
+inline int choice_for(const LinearArgs& args) { return choice_of(args.dtype, class_of(args.rows)); }
 #endif
 
 ASCEND_VLLM_KERNEL(packed_linear, LinearArgs)

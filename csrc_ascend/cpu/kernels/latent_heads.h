@@ -19,9 +19,7 @@ struct HeadsLinearArgs {
 };
 
 #ifndef ASCEND_VLLM_ISA
-inline int choice_for(const HeadsLinearArgs& args) {
-  return choice_of(args.dtype, args.tokens <= 1 ? kOneRow : args.tokens <= kMostFewRows ? kFewRows : kManyRows);
-}
+inline int choice_for(const HeadsLinearArgs& args) { return choice_of(args.dtype, class_of(args.tokens)); }
 #endif
 
 ASCEND_VLLM_KERNEL(heads_linear, HeadsLinearArgs)

@@ -75,6 +75,16 @@ struct StackedExpertsMemory {
   static constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 };
 
+#ifndef ASCEND_VLLM_ISA
+// Both products of an expert use the set for the code of the first one.
+inline int choice_for(const QuantizedExpertsArgs& args) {
+  return choice_of(args.dtype, class_of(product_of(args.gate_up.linear), args.tokens));
+}
+inline int choice_for(const Int8ExpertsArgs& args) {
+  return choice_of(args.dtype, class_of(kInt8ByInt8, args.tokens));
+}
+#endif
+
 ASCEND_VLLM_KERNEL(quantized_experts, QuantizedExpertsArgs)
 ASCEND_VLLM_KERNEL(int8_experts, Int8ExpertsArgs)
 

@@ -9,6 +9,15 @@
 
 namespace ascend_vllm {
 
+#ifndef ASCEND_VLLM_ISA
+inline int choice_for(const QuantizedLinearArgs& args) {
+  return choice_of(args.dtype, class_of(product_of(args), args.rows));
+}
+inline int choice_for(const Int8LinearArgs& args) {
+  return choice_of(args.dtype, class_of(kInt8ByInt8, args.rows));
+}
+#endif
+
 ASCEND_VLLM_KERNEL(quantized_linear, QuantizedLinearArgs)
 ASCEND_VLLM_KERNEL(int8_linear, Int8LinearArgs)
 

@@ -87,6 +87,14 @@ struct Int8LinearArgs {
   Gate gate;
 };
 
+#ifndef ASCEND_VLLM_ISA
+inline QuantizedProduct product_of(const QuantizedLinearArgs& args) {
+  if (args.code == Code::kFloat8E4m3) return kFloat8Weights;
+  if (args.code == Code::kUint4) return args.rounds_inputs ? kUint4Rounded : kUint4Weights;
+  return args.rounds_inputs ? kUint8Rounded : kUint8Weights;
+}
+#endif
+
 inline int64_t int8_stride(int64_t in_features) {
   const int64_t stride = (in_features + 63) / 64 * 64;
   return stride % 128 == 0 ? stride + 64 : stride;
