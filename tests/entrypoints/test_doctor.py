@@ -15,7 +15,7 @@ import pytest
 
 from ascend_vllm.entrypoints import cli
 from ascend_vllm.platforms.facts import NpuProbe
-from ascend_vllm.tools.doctor import Finding, Machine, describe, examine
+from ascend_vllm.tools.doctor.checks import Finding, Machine, describe, examine
 from tests.server import ROOT
 
 VERSIONS = {"torch": "2.13.0+cpu", "torch_npu": "2.13.0.post1"}

@@ -1,4 +1,4 @@
-"""`ascend-vllm doctor`: checks whether this machine has what models on NPUs need, and advises what to do.
+"""Checks whether this machine has what models on NPUs need, and advises what to do.
 
 It reads versions, files and variables; only the devices' number and kind are asked of the runtime, in a
 separate process. Formats: version.cfg and ascend_toolkit_install.info of a CANN installation, version.info of a
@@ -7,11 +7,9 @@ driver; the rules of the variables are those of CANN's and torch_npu's documenta
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.metadata
 import importlib.util
-import json
 import os
 import pathlib
 import re
@@ -21,8 +19,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
-from ascend_vllm import envs
-from ascend_vllm.args.parser import FlexibleArgumentParser
 from ascend_vllm.platforms.facts import (
     CANN_WANTED,
     DRIVER_WANTED,
@@ -339,24 +335,6 @@ def _value_of(path: pathlib.Path, key: str) -> str | None:
     """The text behind "key=" in a file."""
     found = re.search(rf"^{key}\s*=\s*(\S+)", _text(path), re.MULTILINE)
     return found[1] if found else None
-
-
-def add_arguments(parser: FlexibleArgumentParser) -> None:
-    parser.description = (
-        "Checks what a model on an Ascend NPU needs: Python packages, driver, CANN, devices and variables. Ends with"
-        " exit code 1 if something is in the way."
-    )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-
-
-def run(namespace: argparse.Namespace) -> int:
-    """Prints the findings; returns exit code 1 if there is a problem."""
-    findings = examine(Machine(envs.everything()))
-    if namespace.json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
-    else:
-        print(describe(findings))
-    return 1 if any(finding.level == "problem" for finding in findings) else 0
 
 
 def describe(findings: list[Finding]) -> str:

@@ -1,0 +1,36 @@
+"""The table of steps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A part of the kit.
+
+    Attributes:
+        name: in reports and logs.
+        module: has `cases(session)`, see `steps`.
+        about: what it finds out, as a clause.
+        seconds: most that it may take; what is left then is skipped.
+        case_seconds: most that one of its cases may take.
+        needs_device: whether it is skipped on machines without a usable NPU.
+    """
+
+    name: str
+    module: str
+    about: str
+    seconds: float
+    case_seconds: float = 60.0
+    needs_device: bool = True
+
+
+_ROOM = f"{__package__}.steps"
+# 20 minutes in all
+STEPS = (
+    Step("versions", f"{_ROOM}.versions", "what is installed", 40, needs_device=False),
+    Step(
+        "memory", f"{_ROOM}.memory", "what the allocator takes and gives back, and how fast blocks are swapped", 120
+    ),
+)
