@@ -116,6 +116,8 @@ def _experts_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     # tokens, hidden, width, experts, choices: none; odd sizes; part of a panel; all choose one; many rows per expert
     shapes = [(0, 16, 16, 2, 1), (1, 32, 16, 4, 2), (2, 7, 5, 3, 3), (5, 65, 33, 8, 2), (1, 96, 48, 60, 4)]
     shapes += [(33, 40, 24, 6, 2), (130, 48, 32, 3, 2), (220, 33, 17, 2, 1), (64, 1100, 50, 5, 2), (3, 64, 600, 4, 1)]
+    # more rows and inputs than a task of tiles keeps at a time
+    shapes += [(300, 2100, 24, 1, 1)]
     for seed, (tokens, hidden, inner, experts, choices) in enumerate(shapes):
         generator = torch.Generator().manual_seed(seed)
         gate, up = (torch.randn(2, experts, inner, hidden, generator=generator) / math.sqrt(hidden)).to(dtype)

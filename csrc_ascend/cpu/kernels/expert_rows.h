@@ -26,9 +26,10 @@ struct ExpertsBlock {
 
 // Parts of a workspace for a number of pairs, as offsets in bytes from `begin`.
 struct ExpertRowsMemory {
-  static constexpr int64_t kBlockRows = 96;  // rows of a task
+  static constexpr int64_t kBlockRows = 96;  // least rows of a full task
 
   int64_t order;   // int32 [pairs], the pair of each sorted row
+  int64_t tokens;  // int32 [pairs], its token
   int64_t row_of;  // int32 [pairs], the sorted row of each pair, or -1
   int64_t starts;  // int32 [num_experts + 1], first sorted row of each expert
   int64_t blocks;  // ExpertsBlock
@@ -37,7 +38,8 @@ struct ExpertRowsMemory {
   // inlined, or all callers would share the code of one instruction set
   __attribute__((always_inline)) ExpertRowsMemory(int64_t begin, int64_t pairs, int64_t num_experts) {
     order = begin;
-    row_of = order + aligned(4 * pairs);
+    tokens = order + aligned(4 * pairs);
+    row_of = tokens + aligned(4 * pairs);
     starts = row_of + aligned(4 * pairs);
     blocks = starts + aligned(4 * (num_experts + 1));
     end = blocks + aligned(12 * (num_experts + pairs / kBlockRows + 1));
@@ -58,25 +60,30 @@ namespace {
 // Some of the tokens.
 class ExpertRows {
  public:
+  // block_rows: maximum rows of a task, at least ExpertRowsMemory::kBlockRows.
   ExpertRows(const ExpertChoices& choices, char* workspace, const ExpertRowsMemory& memory, int64_t first,
-             int64_t tokens)
+             int64_t tokens, int64_t block_rows = ExpertRowsMemory::kBlockRows)
       : a_(choices),
         first_(first),
         tokens_(tokens),
         pairs_(tokens * choices.choices),
         order_(reinterpret_cast<int32_t*>(workspace + memory.order)),
+        row_tokens_(reinterpret_cast<int32_t*>(workspace + memory.tokens)),
         row_of_(reinterpret_cast<int32_t*>(workspace + memory.row_of)),
         starts_(reinterpret_cast<int32_t*>(workspace + memory.starts)),
         blocks_(reinterpret_cast<ExpertsBlock*>(workspace + memory.blocks)) {
-    sort();
+    sort(static_cast<int32_t>(block_rows));
   }
 
   int64_t size() const { return rows_; }
   // Index of a row's token.
-  int64_t token_of(int64_t row) const { return first_ + order_[row] / a_.choices; }
+  int64_t token_of(int64_t row) const { return row_tokens_[row]; }
+  // Of all rows.
+  const int32_t* row_tokens() const { return row_tokens_; }
   // Of a row, counted from the first one here.
   int64_t expert_of(int64_t row) const { return a_.ids[first_ * a_.choices + order_[row]] - a_.first_expert; }
   int64_t num_blocks() const { return num_blocks_; }
+  const ExpertsBlock& block(int64_t index) const { return blocks_[index]; }
 
   // Calls task(block, panel, count) for all blocks and panels, at most `most` panels in a task.
   template <class Task>
@@ -107,7 +114,7 @@ class ExpertRows {
 
  private:
   // Counts and places the pairs of each expert, in the order of tokens.
-  void sort() {
+  void sort(int32_t block_rows) {
     const int32_t* ids = a_.ids + first_ * a_.choices;
     const auto expert_of = [&](int64_t pair) {
       const int64_t expert = ids[pair] - a_.first_expert;
@@ -119,8 +126,8 @@ class ExpertRows {
     }
     for (int64_t expert = 0; expert < a_.num_experts; ++expert) {
       const int32_t count = starts_[expert + 1], start = starts_[expert];
-      for (int32_t row = 0; row < count; row += ExpertRowsMemory::kBlockRows) {
-        const int32_t rows = std::min<int32_t>(count - row, ExpertRowsMemory::kBlockRows);
+      for (int32_t row = 0; row < count; row += block_rows) {
+        const int32_t rows = std::min(count - row, block_rows);
         blocks_[num_blocks_++] = {static_cast<int32_t>(expert), start + row, rows};
       }
       starts_[expert + 1] = start + count;
@@ -129,7 +136,9 @@ class ExpertRows {
     for (int64_t pair = 0; pair < pairs_; ++pair) {
       const int64_t expert = expert_of(pair);
       row_of_[pair] = expert < 0 ? -1 : starts_[expert]++;
-      if (expert >= 0) order_[row_of_[pair]] = static_cast<int32_t>(pair);
+      if (expert < 0) continue;
+      order_[row_of_[pair]] = static_cast<int32_t>(pair);
+      row_tokens_[row_of_[pair]] = static_cast<int32_t>(first_ + pair / a_.choices);
     }
   }
 
@@ -162,6 +171,7 @@ class ExpertRows {
   const ExpertChoices& a_;
   const int64_t first_, tokens_, pairs_;
   int32_t* const order_;
+  int32_t* const row_tokens_;
   int32_t* const row_of_;
   int32_t* const starts_;
   ExpertsBlock* const blocks_;

@@ -73,10 +73,28 @@ constexpr int64_t kTaskPanels = kGroup;
 template <>
 constexpr int64_t kTaskPanels<bfloat16> = kStreamPanels;
 
-// The product of an expert with its rows by some panels.
-inline void multiply_in_tiles(const LinearArgs& a, const ExpertsBlock& block, int64_t panel, int64_t panels) {
-  if (block.rows <= kTileHeight) return StreamTask(a, block.row, block.rows, panel, panels).run();
-  TileTask(a, block.row, block.rows, panel, panels).run();
+// Maximum rows of a task: as many as fit into TileMemory, as those of packed_linear.
+inline int64_t tile_task_rows(int64_t inputs) {
+  const int64_t tiles = (inputs + kTileInputs - 1) / kTileInputs;
+  const int64_t fitting = TileMemory::kPackedBytes / (tiles * kBlockBytes) * kTileBlock;
+  return fitting < kMostSlicedRows ? kMostSlicedRows : std::min(fitting, kMostTaskRows);
+}
+
+// Of tasks with more than kMostDirectRows rows: half of the sums that TileMemory has for kMostSlicedRows.
+constexpr int64_t kPackedPanels = TileMemory::kMostSums / (kMostSlicedRows / kTileBlock);
+
+// The product of an expert with its rows by some panels; `call` is a number of its own.
+inline void multiply_in_tiles(const LinearArgs& a, const ExpertsBlock& block, int64_t panel, int64_t panels,
+                              int64_t call) {
+  if (block.rows > kMostDirectRows) {
+    TileTask(a, block.row, block.rows, panel, panels).run_packed(call);
+  } else if (block.rows > kTileHeight) {
+    TileTask(a, block.row, block.rows, panel, panels).run();
+  } else {
+    for (const int64_t end = panel + panels; panel < end; panel += kStreamPanels) {
+      StreamTask(a, block.row, block.rows, panel, std::min(kStreamPanels, end - panel)).run();
+    }
+  }
 }
 #endif
 
@@ -89,7 +107,8 @@ class ExpertsStep {
   ExpertsStep(const ExpertsArgs& args, const ExpertsMemory& memory, int64_t first, int64_t tokens)
       : a_(args),
         rows_(args, args.workspace,
-              ExpertRowsMemory(memory.rows, memory.tokens * args.choices, args.num_experts), first, tokens),
+              ExpertRowsMemory(memory.rows, memory.tokens * args.choices, args.num_experts), first, tokens,
+              block_rows(args)),
         inputs_(reinterpret_cast<X*>(args.workspace + memory.inputs)),
         results_(reinterpret_cast<T*>(args.workspace + memory.inputs)),
         gated_(reinterpret_cast<T*>(args.workspace + memory.gated)),
@@ -97,13 +116,7 @@ class ExpertsStep {
 
   void run() {
     const int64_t hidden = (a_.hidden + 1) / 2 * 2, stride = is_same<T, float> ? a_.hidden : hidden;
-    parallel_for(rows_.size(), stride, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        const T* x = static_cast<const T*>(a_.x) + rows_.token_of(row) * a_.x_stride;
-        convert(x, inputs_ + row * stride, a_.hidden);
-        if (stride > a_.hidden) inputs_[row * stride + a_.hidden] = X{};
-      }
-    });
+    copy_inputs(stride);
     LinearArgs linear{};
     linear.dtype = a_.dtype;
     linear.out = gated_;
@@ -132,6 +145,36 @@ class ExpertsStep {
   }
 
  private:
+  static int64_t block_rows(const ExpertsArgs& args) {
+#ifdef __AMX_BF16__
+    if constexpr (is_same<T, bfloat16>) return tile_task_rows(std::max(args.hidden, args.inner));
+#endif
+    return ExpertRowsMemory::kBlockRows;
+  }
+
+  // Whether the tasks of a block copy its inputs from x themselves.
+  static bool is_copied_by_task([[maybe_unused]] const ExpertsBlock& block) {
+#ifdef __AMX_BF16__
+    if constexpr (is_same<T, bfloat16>) return block.rows > kMostDirectRows;
+#endif
+    return false;
+  }
+
+  void copy_inputs(int64_t stride) const {
+    const int64_t blocks = rows_.num_blocks(), rows = blocks == 0 ? 0 : rows_.size() / blocks;
+    parallel_for(blocks, rows * stride, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const ExpertsBlock& block = rows_.block(i);
+        if (is_copied_by_task(block)) continue;
+        for (int64_t row = block.row; row < block.row + block.rows; ++row) {
+          const T* x = static_cast<const T*>(a_.x) + rows_.token_of(row) * a_.x_stride;
+          convert(x, inputs_ + row * stride, a_.hidden);
+          if (stride > a_.hidden) inputs_[row * stride + a_.hidden] = X{};
+        }
+      }
+    });
+  }
+
   template <class From, class To>
   static void convert(const From* from, To* to, int64_t n) {
     for_lanes(
@@ -146,15 +189,27 @@ class ExpertsStep {
     const int64_t all_panels = (linear.out_features + kPanel - 1) / kPanel;
     const int64_t panels = linear.is_gated ? all_panels / 2 : all_panels;
     const int64_t work = rows_.size() * linear.in_features * linear.out_features / 8;
-    rows_.multiply(panels, kTaskPanels<T>, work, [&](const ExpertsBlock& block, int64_t panel, int64_t count) {
+    int64_t most = kTaskPanels<T>;
+#ifdef __AMX_BF16__
+    static std::atomic<int64_t> calls{0};
+    const int64_t call = ++calls;
+    if (kPairs && rows_.size() > kMostDirectRows * rows_.num_blocks()) most = kPackedPanels;
+#endif
+    rows_.multiply(panels, most, work, [&](const ExpertsBlock& block, int64_t panel, int64_t count) {
       LinearArgs own = linear;
       own.packed = packed + block.expert * all_panels * kPanel * padded;
 #ifdef __AMX_BF16__
       if constexpr (kPairs) {
         own.x = x;
         own.x_stride = x_stride;
-        own.in_features = padded;
-        return multiply_in_tiles(own, block, panel, count);
+        if (x == inputs_ && is_copied_by_task(block)) {
+          own.x = a_.x;
+          own.x_stride = a_.x_stride;
+          own.x_rows = rows_.row_tokens();
+        } else {
+          own.in_features = padded;
+        }
+        return multiply_in_tiles(own, block, panel, count, call);
       }
 #endif
       run_task<T>(own, x, x_stride, block.row, block.rows, panel, count);

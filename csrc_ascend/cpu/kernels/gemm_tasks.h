@@ -22,7 +22,8 @@ struct LinearArgs {
   int64_t rows, x_stride, out_stride, in_features, out_features;
   bool is_gated;  // out_features is a multiple of 32 then
   Gate gate;
-  int64_t next;  // elements from a task's panels to those that its thread probably reads next, or 0
+  int64_t next;           // elements from a task's panels to those that its thread probably reads next, or 0
+  const int32_t* x_rows;  // rows of x that the rows are, only of tasks that copy them; null: the same
 };
 
 inline int64_t linear_workspace(int64_t rows, int64_t in_features) {

@@ -50,7 +50,9 @@ class TaskRows {
         count_(count),
         blocks_((count + kTileBlock - 1) / kTileBlock),
         row_bytes_(args.x_stride * static_cast<int64_t>(sizeof(bfloat16))),
-        x_(static_cast<const char*>(args.x)) {}
+        inputs_(args.in_features),
+        x_(static_cast<const char*>(args.x)),
+        x_rows_(args.x_rows) {}
 
   int64_t row() const { return row_; }
   int64_t count() const { return count_; }
@@ -64,7 +66,10 @@ class TaskRows {
     return std::min(first_row(block) + kTileHeight, row_ + std::max<int64_t>(0, count_ - kTileHeight));
   }
 
-  // A block where x has it.
+  // Where x has a row.
+  const char* at(int64_t row) const { return x_ + (x_rows_ == nullptr ? row : x_rows_[row]) * row_bytes_; }
+
+  // A block where x has it, if it has the rows in order.
   InputTiles direct(int64_t block) const {
     return {x_ + first_row(block) * row_bytes_, x_ + second_row(block) * row_bytes_, row_bytes_, kTileRowBytes};
   }
@@ -75,52 +80,72 @@ class TaskRows {
   // Of copies of `steps` tiles of all blocks.
   int64_t packed_bytes(int64_t steps) const { return blocks_ * steps * kBlockBytes; }
 
-  // Copies the tiles [begin, end) of a block's inputs; there are at least 32 rows.
+  // Copies the tiles [begin, end) of a block's inputs, the last one padded with zeros; there are at least 32
+  // rows.
   void pack(int64_t block, int64_t begin, int64_t end, char* to) const {
     constexpr int64_t kTogether = 4;
-    const char* from = direct(block).first;
-    for (int64_t step = begin; step < end; step += kTogether) {
-      const int64_t count = std::min(kTogether, end - step);
+    const int64_t first = first_row(block), whole = std::min(end, inputs_ / kTileInputs);
+    for (int64_t step = begin; step < whole; step += kTogether) {
+      const int64_t count = std::min(kTogether, whole - step);
       for (int64_t r = 0; r < kTileBlock; ++r) {
-        const char* row = from + r * row_bytes_ + step * kTileRowBytes;
+        const char* row = at(first + r) + step * kTileRowBytes;
         char* tile_row = to + (step - begin) * kBlockBytes + r * kTileRowBytes;
         for (int64_t i = 0; i < count; ++i) {
           _mm512_store_si512(tile_row + i * kBlockBytes, _mm512_loadu_si512(row + i * kTileRowBytes));
         }
       }
     }
+    if (whole < end) {
+      const __mmask32 used = (__mmask32{1} << inputs_ % kTileInputs) - 1;
+      char* tile_row = to + (whole - begin) * kBlockBytes;
+      for (int64_t r = 0; r < kTileBlock; ++r, tile_row += kTileRowBytes) {
+        _mm512_store_si512(tile_row, _mm512_maskz_loadu_epi16(used, at(first + r) + whole * kTileRowBytes));
+      }
+    }
     finish_writes();
   }
 
  private:
-  const int64_t row_, count_, blocks_, row_bytes_;
+  const int64_t row_, count_, blocks_, row_bytes_, inputs_;
   const char* const x_;
+  const int32_t* const x_rows_;
 };
 
-// The last inputs, fewer than 32, of a block and a pair of panels, padded with zeros.
+// The weights of the last inputs, fewer than 32, of a pair of panels, padded with zeros.
+class PanelRest {
+ public:
+  void copy(const PanelPair& w, int64_t inputs) {
+    const int64_t bytes = (inputs + 1) / 2 * 2 * kPanel * sizeof(bfloat16);  // of complete pairs of inputs
+    __builtin_memset(w_, 0, sizeof w_);
+    __builtin_memcpy(w_[0], w.first, bytes);
+    __builtin_memcpy(w_[1], w.second, bytes);
+    finish_writes(w_);
+  }
+
+  PanelPair panels() const { return {w_[0], w_[1]}; }
+
+ private:
+  alignas(64) bfloat16 w_[2][kTileElements];
+};
+
+// The last inputs, fewer than 32, of a block, padded with zeros.
 class TileRest {
  public:
-  TileRest(const InputTiles& x, int64_t tile_rows, const PanelPair& w, int64_t inputs) {
-    const int64_t panel_bytes =
-        (inputs + 1) / 2 * 2 * kPanel * sizeof(bfloat16);  // of complete pairs of inputs
-    __builtin_memset(this, 0, sizeof *this);
+  TileRest(const InputTiles& x, int64_t tile_rows, int64_t inputs) {
+    __builtin_memset(x_, 0, sizeof x_);
     for (int64_t r = 0; r < tile_rows; ++r) {
       __builtin_memcpy(x_[0] + r * kTileInputs, x.first + r * x.row_bytes, inputs * sizeof(bfloat16));
       __builtin_memcpy(x_[1] + r * kTileInputs, x.second + r * x.row_bytes, inputs * sizeof(bfloat16));
     }
-    __builtin_memcpy(w_[0], w.first, panel_bytes);
-    __builtin_memcpy(w_[1], w.second, panel_bytes);
-    finish_writes(this);
+    finish_writes(x_);
   }
 
   InputTiles rows() const {
     return {reinterpret_cast<const char*>(x_[0]), reinterpret_cast<const char*>(x_[1]), kTileRowBytes, 0};
   }
-  PanelPair panels() const { return {w_[0], w_[1]}; }
 
  private:
   alignas(64) bfloat16 x_[2][kTileElements];
-  alignas(64) bfloat16 w_[2][kTileElements];
 };
 
 // Writes results of sums, some rows at a time, while the next block or the next pair of panels is multiplied.

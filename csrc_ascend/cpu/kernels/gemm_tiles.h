@@ -91,19 +91,19 @@ class PanelFetch {
 // Prefetches the rows of a block into the L2 cache, a tile of inputs at a time.
 class RowFetch {
  public:
-  RowFetch(const InputTiles& block, bool is_used) : block_(block), is_used_(is_used) {}
+  RowFetch(const TaskRows& rows, int64_t block, int64_t tile, bool is_used)
+      : rows_(rows), first_(rows.first_row(block)), byte_(tile * kTileRowBytes), is_used_(is_used) {}
 
   [[gnu::always_inline]] void step() {
     if (!is_used_) return;
-    for (int64_t r = 0; r < kTileHeight; ++r) {
-      _mm_prefetch(block_.first + r * block_.row_bytes, _MM_HINT_T1);
-      _mm_prefetch(block_.second + r * block_.row_bytes, _MM_HINT_T1);
-    }
-    block_ = block_.from(1);
+    for (int64_t r = 0; r < kTileBlock; ++r) _mm_prefetch(rows_.at(first_ + r) + byte_, _MM_HINT_T1);
+    byte_ += kTileRowBytes;
   }
 
  private:
-  InputTiles block_;
+  const TaskRows& rows_;
+  const int64_t first_;
+  int64_t byte_;
   const bool is_used_;
 };
 
@@ -211,6 +211,7 @@ class TileTask {
         panels_(panels),
         pairs_((panels + 1) / 2 * (args.is_gated ? 2 : 1)),
         steps_(args.in_features / kTileInputs),
+        all_steps_((args.in_features + kTileInputs - 1) / kTileInputs),
         panel_size_((args.in_features + 1) / 2 * 2 * kPanel),
         rows_(args, row, rows),
         writer_(args, rows_) {}
@@ -222,16 +223,16 @@ class TileTask {
   // own. If the copy has one slice at a time, there are at most TileMemory::kMostSums blocks by pairs.
   void run_packed(int64_t call) {
     const Tiles tiles;
-    const bool keeps_all = rows_.packed_bytes(steps_) <= TileMemory::kPackedBytes;
+    const bool keeps_all = rows_.packed_bytes(all_steps_) <= TileMemory::kPackedBytes;
     const bool has_all = keeps_all && memory_.call == call && memory_.row == rows_.row();
     memory_.call = keeps_all ? call : 0;
     memory_.row = rows_.row();
-    const Order order{pairs_, slices_of(steps_), steps_, keeps_all};
+    const Order order{pairs_, slices_of(all_steps_), all_steps_, keeps_all};
     PanelFetch<_MM_HINT_T1>(pair(0), order.at(0).begin, order.at(0).end).all();
     for (int64_t i = 0; i < order.count(); ++i) {
       const Place now = order.at(i);
       multiply_place(now, order.at(i + 1), keeps_all, now.pair == 0 && !has_all);
-      if (now.end == steps_ && !(a_.is_gated && now.pair % 2 == 0)) {
+      if (now.end == all_steps_ && !(a_.is_gated && now.pair % 2 == 0)) {
         const int64_t panel = panel_of(now.pair), steps = keeps_all ? steps_ : now.end - now.begin;
         writer_.take((panel_ + panel) * kPanel, panels_ - panel, a_.is_gated ? 2 * steps : steps,
                      kept_sums(now.pair, keeps_all),
@@ -286,20 +287,22 @@ class TileTask {
 
   // All blocks; packs: first copies their inputs.
   void multiply_place(const Place& now, const Place& next, bool keeps_all, bool packs) {
-    const int64_t steps = now.end - now.begin;
+    const int64_t steps = now.end - now.begin, whole = std::min(now.end, steps_) - now.begin;
     const int64_t lines = (kTileHeight + rows_.blocks() - 1) / rows_.blocks();
     PanelFetch<_MM_HINT_T1> panels(pair(next.pair), next.begin, next.end);
     float* sums = kept_sums(now.pair, keeps_all);
+    PanelRest rest;
+    if (whole < steps) rest.copy(pair(now.pair).from(steps_), a_.in_features % kTileInputs);
     for (int64_t block = 0; block < rows_.blocks(); ++block, sums += kBlockSums) {
-      char* copy = memory_.packed + block * (keeps_all ? steps_ : steps) * kBlockBytes +
+      char* copy = memory_.packed + block * (keeps_all ? all_steps_ : steps) * kBlockBytes +
                    (keeps_all ? now.begin * kBlockBytes : 0);
       // the inputs that are copied next
       const bool is_last = block + 1 == rows_.blocks();
-      RowFetch rows(rows_.direct(is_last ? 0 : block + 1).from(is_last ? next.begin : now.begin), packs);
+      RowFetch rows(rows_, is_last ? 0 : block + 1, is_last ? next.begin : now.begin, packs);
       if (packs) rows_.pack(block, now.begin, now.end, copy);
       const float* next_sums = sums + kBlockSums;
       now.begin == 0 ? zero_sums() : load_sums(sums);
-      add_kept_slice(TaskRows::packed(copy), pair(now.pair).from(now.begin), steps,
+      add_kept_slice(TaskRows::packed(copy), pair(now.pair).from(now.begin), whole,
                      [&]() __attribute__((always_inline)) {
                        panels.some(lines);
                        rows.step();
@@ -307,7 +310,7 @@ class TileTask {
                          _mm_prefetch(next_sums, _MM_HINT_T0);
                        writer_.step();
                      });
-      if (now.end == steps_) add_rest<2>(block, now.pair);
+      if (whole < steps) add_products<2>(TaskRows::packed(copy).from(whole), rest.panels(), 1, [] {});
       store_sums<2>(sums);
     }
   }
@@ -363,12 +366,14 @@ class TileTask {
     const int64_t done = steps_ * kTileInputs;
     if (done == a_.in_features) return;
     const TileRest rest(rows_.direct(block).from(steps_), std::min(rows_.count(), kTileHeight),
-                        pair(index).from(steps_), a_.in_features - done);
-    add_products<kRowTiles>(rest.rows(), rest.panels(), 1, [] {});
+                        a_.in_features - done);
+    PanelRest weights;
+    weights.copy(pair(index).from(steps_), a_.in_features - done);
+    add_products<kRowTiles>(rest.rows(), weights.panels(), 1, [] {});
   }
 
   const LinearArgs& a_;
-  const int64_t panel_, panels_, pairs_, steps_, panel_size_;
+  const int64_t panel_, panels_, pairs_, steps_, all_steps_, panel_size_;
   const TaskRows rows_;
   TileMemory& memory_ = tile_memory();
   BlockWriter writer_;
@@ -405,7 +410,7 @@ inline void multiply_in_tiles(const LinearArgs& a) {
   if (a.rows == 0 || a.out_features == 0) return;
   const int64_t all = (a.out_features + kPanel - 1) / kPanel, panels = a.is_gated ? all / 2 : all;
   const int64_t pairs = (panels + 1) / 2, sums_of_pair = a.is_gated ? 2 : 1;
-  const int64_t steps = a.in_features / kTileInputs;
+  const int64_t steps = (a.in_features + kTileInputs - 1) / kTileInputs;
   const int threads = threads_for(a.rows * a.in_features * a.out_features / 8);
   const bool is_direct = a.rows <= kMostDirectRows;
   int64_t row_tasks = 1, groups = kDirectTasks * threads;
