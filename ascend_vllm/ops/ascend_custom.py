@@ -28,7 +28,7 @@ DIRECTORY = pathlib.Path(__file__).resolve().parent.parent / "_npu"
 
 # operators that this package calls, and under which environment variable
 CONDITIONS: dict[str, str] = {
-    "apply_penalties": "",
+    "edit_and_sample": "",
     "store_kv": "",
     "prefix_attention": "USE_PREFIX_HIGH_PRECISION_MODE=1",
     "decode_attention": "USE_IFA_HIGH_PRECISION_MODE=1",
@@ -93,15 +93,19 @@ def load_library() -> str:
     )
 
 
-def apply_penalties(logits: torch.Tensor, *others: torch.Tensor) -> None:
-    """See `sampling.apply_penalties`."""
+def edit_and_sample(logits: torch.Tensor, counts: torch.Tensor, *others: Any) -> torch.Tensor:
+    """See `fused_sampling.edit_and_sample`."""
     # of all arguments only the logits may be strided
-    torch.ops.ascend_vllm_npu.apply_penalties(logits, *(tensor.contiguous() for tensor in others))
+    *tensors, nothing = others
+    ids: torch.Tensor = torch.ops.ascend_vllm_npu.edit_and_sample(
+        logits, counts, *(tensor.contiguous() for tensor in tensors), nothing
+    )
+    return ids
 
 
 def register(names: Collection[str]) -> Any:
     """Registers those custom operators that implement ops; the returned library must be kept alive."""
-    return implement_on_npus({"apply_penalties": apply_penalties} if "apply_penalties" in names else {})
+    return implement_on_npus({"edit_and_sample": edit_and_sample} if "edit_and_sample" in names else {})
 
 
 def _report(names: Collection[str]) -> None:

@@ -1,8 +1,8 @@
 # The directories of this one that each hold an operator: op_kernel.cpp for the chip, op_host.cpp for the host.
 set(ASCEND_VLLM_NPU_OPS
     decode_attention
+    edit_and_sample
     lora_expand
     lora_shrink
-    penalties
     prefix_attention
     store_kv)

@@ -6,6 +6,7 @@ kernels do with every size is tested in tests/npu_kernels.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from ascend_vllm.attention.ascend_plan import RowKind
 from ascend_vllm.ops import ascend_custom
 from ascend_vllm.ops.paged import make_paged_problem, store_kv
-from ascend_vllm.ops.registry import OPS, ops_on_reference
+from ascend_vllm.ops.registry import OPS
 from tests.npu.recorder import Recorder, traced
 from tests.npu.test_attention_backend import (
     CHUNKS,
@@ -145,21 +146,49 @@ def test_kernels_stay_within_device_memory(custom: Any) -> None:
         custom.store_kv(key, key, cache, cache, slots, "ND")
 
 
-def test_penalties_are_an_op_of_the_platform(use: Use) -> None:
-    assert "apply_penalties" in ops_on_reference("npu")
-    use("apply_penalties")
-    assert "apply_penalties" not in ops_on_reference("npu")
-    spec = OPS["apply_penalties"]
-    for logits, *others in spec.inputs(torch.float32):
-        expected = logits.clone()
-        spec.reference(expected, *others)
-        logits = logits.to(NPU)
+def test_sampling_is_one_launch(use: Use) -> None:
+    spec = OPS["edit_and_sample"]
+    assert not spec.has_kernel("npu")
+    use("edit_and_sample")
+    assert spec.has_kernel("npu")
+    for arguments in itertools.islice(spec.inputs(torch.bfloat16), 0, None, 9):
+        *tensors, nothing = arguments
+        given = on_device(*tensors)
+        expected = spec.reference(*arguments)
         with traced() as calls:
-            torch.ops.ascend_vllm.apply_penalties(logits, *on_device(*others))
-        assert [call["op"] for call in calls if not call["op"].startswith("aclnn")] == ["penalties"] * (
-            len(expected) > 0
-        )
-        torch.testing.assert_close(logits.cpu(), expected, rtol=1e-6, atol=1e-6)
+            ids = torch.ops.ascend_vllm.edit_and_sample(*given, nothing)
+        assert [call["op"] for call in calls] == ["edit_and_sample_bf16"] * (len(expected) > 0)
+        assert torch.equal(ids.cpu(), expected)
+        assert torch.equal(given[1].cpu(), tensors[1])
+
+
+def test_a_captured_launch_samples_anew(use: Use) -> None:
+    """Replays read logits, tokens to count and positions from memory, and go on counting."""
+    use("edit_and_sample")
+    generator = torch.Generator().manual_seed(4)
+    vocab, rows = 300, 3
+    ones, none = torch.ones(rows), torch.full((rows,), -1)
+    counts = torch.zeros(rows, vocab, dtype=torch.int16)
+    fixed = (ones * 1.4, ones * 0.3, ones * 0.2, torch.zeros(1, 10, dtype=torch.int32), none, ones * 0.9)
+    filters = (torch.full((rows,), 20, dtype=torch.int32), ones * 0.95, ones * 0.001)
+    logits, fresh, positions = torch.zeros(rows, vocab), none, torch.arange(rows)
+    arguments = (logits, counts, torch.arange(rows), fresh, *fixed, *filters, torch.arange(rows) * 11, positions)
+    given = on_device(*arguments)
+    op = torch.ops.ascend_vllm.edit_and_sample
+    op(*given, -1)
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        ids = op(*given, -1)
+    for step in range(3):
+        logits = torch.randn(rows, vocab, generator=generator) * 3
+        changed = (logits, counts, arguments[2], fresh, *arguments[4:-1], positions + step)
+        for place in (0, 3, -1):
+            given[place].copy_(changed[place])
+        expected = OPS["edit_and_sample"].reference(*changed, -1)
+        graph.replay()
+        assert torch.equal(ids.cpu(), expected)
+        assert torch.equal(given[1].cpu(), counts)
+        fresh = expected
 
 
 def attention_of(problem: Problem) -> list[str]:
@@ -224,7 +253,7 @@ def test_graphs_decode_with_them(use: Use) -> None:
         with traced() as calls:
             answers.append(generate(engine, PROMPTS[:2], max_tokens=5, repetition_penalty=1.2))
         names = [call["op"] for call in calls]
-        assert "penalties" in names
+        assert names.count("edit_and_sample_f32") + names.count("edit_and_sample_f16") == 5
         # a replay launches nothing by itself
         assert ("decode_attention_f16" in names) == enforce_eager
     assert answers[0] == answers[1]

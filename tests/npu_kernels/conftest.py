@@ -43,6 +43,19 @@ class _Buffer(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("bytes", ctypes.c_int64), ("writable", ctypes.c_int64))
 
 
+class Work(ctypes.Structure):
+    """What a launch did: `ascend_sim::ascendc::Work`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("bytes_in", "bytes_out", "instructions", "repeats", "scalars")
+    )
+    bytes_in: int
+    bytes_out: int
+    instructions: int
+    repeats: int
+    scalars: int
+
+
 class Kernels:
     """The kernels of csrc_ascend/npu on simulated vector cores."""
 
@@ -59,8 +72,8 @@ class Kernels:
         *,
         reals: Sequence[float] = (),
         cores: int = 3,
-    ) -> None:
-        """Runs a kernel in place.
+    ) -> Work:
+        """Runs a kernel in place, and counts what it did.
 
         Args:
             name: of a runner in kernels.cpp.
@@ -80,6 +93,7 @@ class Kernels:
             for tensors, w in ((inputs, 0), (outputs, 1))
             for tensor in tensors
         ]
+        work = Work()
         message = self._library.run_kernel(
             name.encode(),
             (_Buffer * len(buffers))(*buffers),
@@ -87,9 +101,11 @@ class Kernels:
             (ctypes.c_int64 * max(1, len(numbers)))(*numbers),
             (ctypes.c_double * max(1, len(reals)))(*reals),
             ctypes.c_int64(cores),
+            ctypes.byref(work),
         ).decode()
         if message:
             raise ValueError(message)
+        return work
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,12 @@
 #include "npu/common/launch.h"
 #include "npu/decode_attention/op_host.cpp"
 #include "npu/decode_attention/op_kernel.cpp"
+#include "npu/edit_and_sample/op_host.cpp"
+#include "npu/edit_and_sample/op_kernel.cpp"
 #include "npu/lora_expand/op_host.cpp"
 #include "npu/lora_expand/op_kernel.cpp"
 #include "npu/lora_shrink/op_host.cpp"
 #include "npu/lora_shrink/op_kernel.cpp"
-#include "npu/penalties/op_host.cpp"
-#include "npu/penalties/op_kernel.cpp"
 #include "npu/prefix_attention/op_host.cpp"
 #include "npu/prefix_attention/op_kernel.cpp"
 #include "npu/store_kv/op_host.cpp"
@@ -93,24 +93,32 @@ void run_lora_expand_op(Call& call) {
                      call.data(3), call.place(tiled.params));
 }
 
-void run_penalties(Call& call) {
+void run_edit_and_sample_op(Call& call) {
   const auto* n = call.numbers;
-  auto tiled = tile_penalties(n[0], n[1], n[2], n[3], call.cores);
-  launch_penalties(tiled.cores, &call.memory, call.data(0), call.data(1), call.data(2), call.data(3),
-                   call.data(4), call.data(5), call.data(6), call.data(7), call.place(tiled.params));
+  auto tiled = tile_edit_and_sample(n[1], n[2], n[3], n[4], n[5], call.cores);
+  // counts and ids are written, so that the test passes them last
+  const EditAndSampleTensors tensors{call.data(0),  call.data(14), call.data(1),  call.data(2),
+                                     call.data(3),  call.data(4),  call.data(5),  call.data(6),
+                                     call.data(7),  call.data(8),  call.data(9),  call.data(10),
+                                     call.data(11), call.data(12), call.data(13), call.data(15)};
+  launch_edit_and_sample(LogitType(n[0]), tiled.cores, &call.memory, tensors, call.place(tiled.params));
 }
 
 const std::map<std::string, std::function<void(Call&)>> kRunners = {
-    {"lora_shrink", run_lora_shrink_op}, {"lora_expand", run_lora_expand_op},
-    {"penalties", run_penalties},        {"store_kv", run_store_kv},
-    {"prefix_attention", run_prefix},    {"decode_attention", run_decode},
+    {"edit_and_sample", run_edit_and_sample_op},
+    {"lora_shrink", run_lora_shrink_op},
+    {"lora_expand", run_lora_expand_op},
+    {"store_kv", run_store_kv},
+    {"prefix_attention", run_prefix},
+    {"decode_attention", run_decode},
 };
 
 }  // namespace
 
-// Runs a kernel; returns what the host code or the shim objects to, else an empty string.
+// Runs a kernel; returns what the host code or the shim objects to, else an empty string. `work`: what it did.
 extern "C" const char* run_kernel(const char* name, const Buffer* buffers, int num_buffers,
-                                  const std::int64_t* numbers, const double* reals, std::int64_t cores) {
+                                  const std::int64_t* numbers, const double* reals, std::int64_t cores,
+                                  ascend_sim::ascendc::Work* work) {
   static std::string message;
   message.clear();
   Call call{buffers, numbers, reals, cores, {}};
@@ -122,5 +130,6 @@ extern "C" const char* run_kernel(const char* name, const Buffer* buffers, int n
   } catch (const std::exception& error) {
     message = error.what();
   }
+  *work = call.memory.work;
   return message.c_str();
 }

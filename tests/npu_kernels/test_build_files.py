@@ -21,6 +21,7 @@ OPS = sorted(path.parent.name for path in NPU.glob("*/op_kernel.cpp"))
 DEVICE_FILES = [
     *sorted(NPU.glob("*/op_kernel.*")),
     *sorted(NPU.glob("*/params.h")),
+    *(NPU / "edit_and_sample" / f"{name}.h" for name in ("logits", "numbers")),
     *(
         NPU / "common" / f"{name}.h"
         for name in ("attention_params", "attention_tile", "device", "kv_strides", "types")

@@ -189,3 +189,63 @@ def test_the_longest_allowed_lists_in_many_rows() -> None:
     logits = torch.zeros(1, vocab_size)
     logits[0, [7, 1001, 149_998]] = torch.tensor([9.0, 8.0, 7.0])
     assert sample(sampler, logits, [3]).token_ids.tolist() == [149_998]
+
+
+RICH = SamplingParams(temperature=0.9, top_k=30, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.4)
+PARAMS = (
+    RICH,
+    SamplingParams(temperature=0.0, frequency_penalty=0.7),
+    SamplingParams(temperature=1.2, min_p=0.01, allowed_token_ids=list(range(10, 40))),
+    SamplingParams(temperature=1.0, logit_bias={7: 4.0}, logprobs=2),
+    SamplingParams(temperature=0.0),
+)
+
+
+def generate(params: tuple[SamplingParams, ...], *, fused: bool, num_steps: int = 1) -> list[list[int]]:
+    """Tokens of a few steps, of which the second constrains a row, and the fourth replaces row 0 by another."""
+    generator = torch.Generator().manual_seed(5)
+    batch = InputBatch(len(params), 32, 16, VOCAB_SIZE)
+    rows = [
+        NewRow(slot, f"r{slot}", [1, 5 + slot, VOCAB_SIZE + 3], 3, 0, [slot], each, slot, [2])
+        for slot, each in enumerate(params)
+    ]
+    batch.apply(SchedulerOutput(0, [], rows, [], [], []))
+    sampler = Sampler(batch, RAW_LOGPROBS, torch.device("cpu"), host_memory=not fused, fused=fused)
+    slots = np.arange(len(params))
+    answers = []
+    for step in range(6):
+        if step == 3:
+            new = NewRow(0, "new", [9, 9, 8], 3, 0, [0], RICH, 77, [2])
+            batch.apply(SchedulerOutput(0, [0], [new], [], [], []))
+        plan = sampler.plan(slots, num_steps)
+        if step == 1 and num_steps == 1:
+            bitmask = np.full((1, VOCAB_SIZE // 32), 0x0F0F0F0F, np.int32)
+            plan = sampler.constrain(plan, np.array([2]), bitmask)
+        assert (plan.fused is not None) == fused
+        for number in range(num_steps):
+            num_tokens = torch.from_numpy(batch.num_tokens[slots])
+            logits = torch.randn(len(params), VOCAB_SIZE, generator=generator) * 3
+            ids = sampler.sample(logits, plan, num_tokens, number).token_ids
+            if number + 1 < num_steps:
+                sampler.remember(plan, ids, num_tokens)
+            batch.append(slots, ids.numpy())
+            answers.append(ids.tolist())
+    return answers
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_one_op_samples_what_many_do(num_steps: int) -> None:
+    """Penalties, masks, biases, filters and draws, with counts that are kept from step to step."""
+    expected = generate(PARAMS, fused=False, num_steps=num_steps)
+    assert generate(PARAMS, fused=True, num_steps=num_steps) == expected
+    assert len({ids[0] for ids in expected}) > 2
+
+
+def test_rows_at_several_positions_are_sampled_by_many_ops() -> None:
+    batch = InputBatch(2, 32, 16, VOCAB_SIZE)
+    rows = [NewRow(slot, f"r{slot}", [1], 1, 0, [slot], each, slot, [2]) for slot, each in enumerate(PARAMS[:2])]
+    batch.apply(SchedulerOutput(0, [], rows, [], [], []))
+    sampler = Sampler(batch, RAW_LOGPROBS, torch.device("cpu"), host_memory=False, fused=True)
+    plan = sampler.plan(np.array([0, 0, 1]), num_tokens=np.array([1, 2, 1]))
+    assert plan.fused is None
+    assert plan.penalties is not None

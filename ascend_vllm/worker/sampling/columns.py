@@ -240,6 +240,8 @@ class SamplingColumns:
         # slot → logits processors
         self.processors: dict[int, list[LogitsProcessor]] = {}
         self._tables = (self.stop_ids, self.logit_bias)
+        # [M]: a number that no other row has had
+        self.entered = np.zeros(num_slots, np.int64)
         # all of the above with a number for each slot
         self._columns = [
             column for column in vars(self).values() if isinstance(column, np.ndarray) and column.ndim == 1
@@ -249,6 +251,7 @@ class SamplingColumns:
         """Stores the parameters of a new row."""
         slot, params = row.slot, row.sampling_params
         self.version += 1
+        self.entered[slot] = self.version
         for name in _NUMBERS:
             getattr(self, name)[slot] = getattr(params, name)
         self.seed[slot] = row.seed
@@ -285,6 +288,7 @@ class SamplingColumns:
             self.allowed_ids[targets] = self.allowed_ids[sources]
         for column in self._columns:
             column[targets] = column[sources]
+        self.entered[targets] = self.version
         for table in self._tables:
             table.copy(sources, targets)
         if self.bad_words:

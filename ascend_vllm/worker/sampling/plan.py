@@ -16,6 +16,7 @@ from ascend_vllm.ops.sampling import largest_top_k, philox_uniform
 from ascend_vllm.worker.input_batch import InputBatch, upload, upload_all
 from ascend_vllm.worker.sampling import columns
 from ascend_vllm.worker.sampling.columns import Int64Array
+from ascend_vllm.worker.sampling.counts import TokenCounts
 
 Index = tuple[torch.Tensor, torch.Tensor]
 Features = npt.NDArray[np.int32]
@@ -80,6 +81,25 @@ class Draws:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class FusedStep:
+    """Arguments of `edit_and_sample`, which replaces filters, draws, penalties and a mask of the plan."""
+
+    # [M, V] int16, see `TokenCounts`, or a row that none uses
+    counts: torch.Tensor
+    # [S] int64 each: rows of the table, -1: no penalties; tokens to count
+    count_rows: torch.Tensor
+    fresh_ids: torch.Tensor
+    # [S] float32 each: repetition, frequency, presence
+    penalties: list[torch.Tensor]
+    # [G, ceil(V / 32)] int32, [S] int64: the mask of each row, -1: none
+    bitmask: torch.Tensor
+    mask_rows: torch.Tensor
+    # [S] each: temperature, top_k, top_p, min_p; int64 seeds
+    filters: list[torch.Tensor]
+    seeds: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SamplingPlan:
     """Sampling parameters of rows on the device. Fields that no row needs are None."""
 
@@ -110,6 +130,8 @@ class SamplingPlan:
     history: History | None = None
     # of one token only
     constraints: TokenMasks | None = None
+    # set where one op does what it has arguments for; the fields that it replaces are None
+    fused: FusedStep | None = None
 
     @property
     def edits_logits(self) -> bool:
@@ -126,14 +148,18 @@ class Planner:
         device: of the sampler.
         raw_logprobs: log-probabilities are computed of the raw logits, without sampling parameters.
         host_memory: tensors on the device are in host memory, so that the slots' tokens need no upload.
+        fused: plan for `edit_and_sample` where it does what is needed.
     """
 
-    def __init__(self, batch: InputBatch, device: torch.device, *, raw_logprobs: bool, host_memory: bool) -> None:
+    def __init__(
+        self, batch: InputBatch, device: torch.device, *, raw_logprobs: bool, host_memory: bool, fused: bool = False
+    ) -> None:
         self._batch = batch
         self._params = batch.sampling
         self._device = device
         self._raw_logprobs = raw_logprobs
         self._host_memory = host_memory
+        self._counts = TokenCounts(batch, device) if fused else None
         # [M, L+1] int32
         self._all_token_ids = torch.from_numpy(batch.token_ids) if host_memory else None
         # the last plan that any step of its rows can use, their slots, and the version of their parameters
@@ -152,7 +178,7 @@ class Planner:
             return self._kept[2]
         plan = self._make(slots, num_steps, self._batch.num_tokens[slots] if num_tokens is None else num_tokens)
         # of a device with memory of its own, draws and histories are the step's
-        depends_on_step = not self._host_memory or plan.needed & columns.MIN_TOKENS
+        depends_on_step = not self._host_memory or plan.needed & columns.MIN_TOKENS or plan.fused is not None
         self._kept = None if depends_on_step else (version, key, plan)
         return plan
 
@@ -165,22 +191,29 @@ class Planner:
         num_logprobs = int(params.num_logprobs[slots].max())
         if needed == 0:
             return SamplingPlan(needed, asking, asking_index, num_logprobs)
-        random = bool(needed & columns.RANDOM)
+        scores_filtered = len(asking) > 0 and not self._raw_logprobs
+        fused = None if scores_filtered else self._fused(slots, features, num_tokens, num_steps)
+        # what is left for other ops
+        needed_here = (
+            needed if fused is None else needed & ~(columns.RANDOM | columns.PENALTIES | columns.ALLOWED_IDS)
+        )
+        random = bool(needed_here & columns.RANDOM)
         return SamplingPlan(
             needed,
             asking,
             asking_index,
             num_logprobs,
-            filters=self._filters(slots) if random or (len(asking) and not self._raw_logprobs) else None,
+            filters=self._filters(slots) if random or scores_filtered else None,
             seeds=upload(params.seed[slots], device) if random and self._host_memory else None,
             draws=self._draws(slots, num_tokens, num_steps) if random and not self._host_memory else None,
-            allowed=self._allowed(slots, features) if needed & columns.ALLOWED_IDS else None,
+            allowed=self._allowed(slots, features) if needed_here & columns.ALLOWED_IDS else None,
             forbidden=self._forbidden(slots, num_tokens, features) if needed & columns.MIN_TOKENS else None,
             bias=self._bias(slots) if needed & columns.LOGIT_BIAS else None,
-            penalties=self._penalties(slots) if needed & columns.PENALTIES else None,
+            penalties=self._penalties(slots) if needed_here & columns.PENALTIES else None,
             bad_words=self._bad_words(slots, features) if needed & columns.BAD_WORDS else None,
             processors=self._processors(slots, features) if needed & columns.PROCESSORS else None,
-            history=self._history(slots, num_tokens, num_steps) if needed & _NEED_HISTORY else None,
+            history=self._history(slots, num_tokens, num_steps) if needed_here & _NEED_HISTORY else None,
+            fused=fused,
         )
 
     def constrain(self, plan: SamplingPlan, rows: Int64Array, bitmask: npt.NDArray[np.int32]) -> SamplingPlan:
@@ -191,8 +224,52 @@ class Planner:
             rows: [G], each below S.
             bitmask: [G, ceil(V / 32)].
         """
+        needed, fused = plan.needed | columns.CONSTRAINED, plan.fused
+        if fused is not None and not plan.needed & columns.ALLOWED_IDS:
+            masks, mask_rows = self._masks(rows, bitmask, len(fused.seeds))
+            return dataclasses.replace(
+                plan, needed=needed, fused=dataclasses.replace(fused, bitmask=masks, mask_rows=mask_rows)
+            )
         constraints = TokenMasks(upload(rows, self._device), upload(bitmask, self._device))
-        return dataclasses.replace(plan, needed=plan.needed | columns.CONSTRAINED, constraints=constraints)
+        return dataclasses.replace(plan, needed=needed, constraints=constraints)
+
+    def _fused(
+        self, slots: Int64Array, features: Features, num_tokens: Int64Array, num_steps: int
+    ) -> FusedStep | None:
+        """None where the op is not used: a slot with penalties samples at several positions, each with its counts."""
+        params = self._params
+        penalised = np.flatnonzero(features & columns.PENALTIES)
+        if self._counts is None or len(np.unique(slots[penalised])) < len(penalised):
+            return None
+        counts, count_rows, fresh_ids = self._counts.unused, np.full(len(slots), -1), np.full(len(slots), -1)
+        if len(penalised):
+            rows = slots[penalised]
+            counts, fresh_ids[penalised] = self._counts.bring_up(rows, num_tokens[penalised], num_steps)
+            count_rows[penalised] = rows
+        allowed = np.flatnonzero(features & columns.ALLOWED_IDS)
+        bitmask, mask_rows = self._masks(allowed, params.allowed_ids[slots[allowed]], len(slots))
+        on_device = upload_all((count_rows, fresh_ids, params.seed[slots]), self._device)
+        return FusedStep(
+            counts=counts,
+            count_rows=on_device[0],
+            fresh_ids=on_device[1],
+            penalties=self._penalties(slots),
+            bitmask=bitmask,
+            mask_rows=mask_rows,
+            filters=self._filters(slots),
+            seeds=on_device[2],
+        )
+
+    def _masks(
+        self, rows: Int64Array, bitmask: npt.NDArray[np.int32], num_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`FusedStep.bitmask` and `mask_rows` of masks, [G, ceil(V / 32)], for rows, [G]."""
+        mask_rows = np.full(num_rows, -1)
+        mask_rows[rows] = np.arange(len(rows))
+        if len(rows) == 0:
+            bitmask = np.zeros((1, self._params.allowed_ids.shape[1]), np.int32)
+        uploaded = upload_all((bitmask, mask_rows), self._device)
+        return uploaded[0], uploaded[1]
 
     def _filters(self, slots: Int64Array) -> list[torch.Tensor]:
         params = self._params

@@ -14,12 +14,14 @@ import dataclasses
 
 import torch
 
+from ascend_vllm.ops.fused_sampling import edit_and_sample
+from ascend_vllm.ops.registry import OPS
 from ascend_vllm.ops.sampling import apply_penalties, apply_token_bitmask, arg_max, draw_tokens, sample_tokens
 from ascend_vllm.types.step import NO_TOKEN
 from ascend_vllm.worker.input_batch import InputBatch, Int32Array
 from ascend_vllm.worker.sampling.columns import MASKS, Int64Array, LogitsProcessor
 from ascend_vllm.worker.sampling.logprobs import LogprobTensors, filtered_logits, report
-from ascend_vllm.worker.sampling.plan import BadWords, History, Planner, SamplingPlan
+from ascend_vllm.worker.sampling.plan import BadWords, FusedStep, History, Planner, SamplingPlan
 
 RAW_LOGPROBS = "raw_logprobs"
 PROCESSED_LOGPROBS = "processed_logprobs"
@@ -45,6 +47,7 @@ class Sampler:
         logprobs_mode: one of the four above; with the last two, logits are reported instead of log-probabilities.
         device: of the logits.
         host_memory: tensors on the device are in host memory.
+        fused: sample by `edit_and_sample`; None: where the device has a kernel for it.
 
     Example::
 
@@ -53,12 +56,20 @@ class Sampler:
     """
 
     def __init__(
-        self, batch: InputBatch, logprobs_mode: str, device: torch.device, *, host_memory: bool = True
+        self,
+        batch: InputBatch,
+        logprobs_mode: str,
+        device: torch.device,
+        *,
+        host_memory: bool = True,
+        fused: bool | None = None,
     ) -> None:
         self._device = device
         self._raw = logprobs_mode in (RAW_LOGPROBS, RAW_LOGITS)
         self._reports_logits = logprobs_mode in (RAW_LOGITS, PROCESSED_LOGITS)
-        self._planner = Planner(batch, device, raw_logprobs=self._raw, host_memory=host_memory)
+        if fused is None:
+            fused = OPS["edit_and_sample"].has_kernel(device.type)
+        self._planner = Planner(batch, device, raw_logprobs=self._raw, host_memory=host_memory, fused=fused)
         # [up to M, V] float32, kept between steps: page faults of new memory would cost more than the arithmetic
         self._float_logits = torch.empty(0)
 
@@ -87,16 +98,19 @@ class Sampler:
             assert plan.filters is not None
             filters = (_asking_rows(column, plan) for column in plan.filters)
             scored = filtered_logits(_asking_rows(logits, plan).float(), *filters)
-        ids = self._draw(logits, plan, num_tokens, number)
+        if plan.fused is not None:
+            ids = _edit_and_sample(logits, plan.fused, num_tokens, NO_TOKEN if plan.needed & MASKS else 0)
+        else:
+            ids = self._draw(logits, plan, num_tokens, number)
         reports = None
         if scored is not None:
             reports = report(scored, _asking_rows(ids, plan), plan.num_logprobs, reports_logits=self._reports_logits)
-        if plan.needed & MASKS:
+        if plan.needed & MASKS and plan.fused is None:
             ids = ids.masked_fill(logits.gather(1, ids[:, None])[:, 0] == -torch.inf, NO_TOKEN)
         return Sampled(ids, reports)
 
     def remember(self, plan: SamplingPlan, token_ids: torch.Tensor, num_tokens: torch.Tensor) -> None:
-        """Adds sampled tokens to the plan's history, before the same plan samples again.
+        """Adds sampled tokens to the plan's history and counts, before the same plan samples again.
 
         Args:
             plan: that sampled them.
@@ -105,6 +119,8 @@ class Sampler:
         """
         if plan.history is not None:
             plan.history.token_ids[plan.history.table_rows, num_tokens] = token_ids.int()
+        if plan.fused is not None:
+            plan.fused.fresh_ids.copy_(token_ids)
 
     def _edit(
         self, logits: torch.Tensor, plan: SamplingPlan, num_tokens: torch.Tensor, *, keep: bool
@@ -152,6 +168,15 @@ class Sampler:
         else:
             ids = arg_max(logits)
         return ids
+
+
+def _edit_and_sample(logits: torch.Tensor, fused: FusedStep, num_tokens: torch.Tensor, nothing: int) -> torch.Tensor:
+    counts = fused.counts, fused.count_rows, fused.fresh_ids
+    masks = fused.bitmask, fused.mask_rows
+    ids: torch.Tensor = edit_and_sample(
+        logits, *counts, *fused.penalties, *masks, *fused.filters, fused.seeds, num_tokens, nothing
+    )
+    return ids
 
 
 def _call_processors(

@@ -16,6 +16,8 @@ TORCH_LIBRARY(ascend_vllm_npu, m) {
   m.def("lora_shrink(Tensor x, Tensor weights, Tensor adapters, Tensor(a!) y, float scale) -> ()");
   m.def("lora_expand(Tensor x, Tensor weights, Tensor adapters, Tensor(a!) y, int offset) -> ()");
   m.def(
-      "apply_penalties(Tensor(a!) logits, Tensor token_ids, Tensor slots, Tensor prompt_lens, Tensor seq_lens, "
-      "Tensor repetition, Tensor frequency, Tensor presence) -> ()");
+      "edit_and_sample(Tensor logits, Tensor(a!) counts, Tensor count_rows, Tensor fresh_ids, Tensor "
+      "repetition, "
+      "Tensor frequency, Tensor presence, Tensor bitmask, Tensor mask_rows, Tensor temperature, Tensor top_k, "
+      "Tensor top_p, Tensor min_p, Tensor seeds, Tensor positions, int nothing) -> Tensor");
 }

@@ -1,10 +1,11 @@
-// Bindings of penalties and of LoRA.
+// Bindings of sampling and of LoRA.
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "npu/bind/device.h"
+#include "npu/edit_and_sample/op_host.h"
 #include "npu/lora_expand/op_host.h"
 #include "npu/lora_shrink/op_host.h"
-#include "npu/penalties/op_host.h"
 
 namespace ascend_npu {
 namespace {
@@ -65,29 +66,53 @@ void lora_expand(const at::Tensor& x, const at::Tensor& weights, const at::Tenso
   });
 }
 
-void apply_penalties(const at::Tensor& logits, const at::Tensor& token_ids, const at::Tensor& slots,
-                     const at::Tensor& prompt_lens, const at::Tensor& seq_lens, const at::Tensor& repetition,
-                     const at::Tensor& frequency, const at::Tensor& presence) {
-  TORCH_CHECK_VALUE(logits.dim() == 2 && logits.stride(1) == 1 && logits.scalar_type() == at::kFloat,
-                    "logits must be a float32 matrix with contiguous rows");
-  check_dense(token_ids, "token_ids", at::kInt);
-  TORCH_CHECK_VALUE(token_ids.dim() == 2, "token_ids must be a matrix, got ", token_ids.sizes());
-  const int64_t rows = logits.size(0);
-  check_rows(slots, "slots", at::kLong, rows);
-  check_rows(prompt_lens, "prompt_lens", at::kInt, rows);
-  check_rows(seq_lens, "seq_lens", at::kInt, rows);
-  check_rows(repetition, "repetition", at::kFloat, rows);
-  check_rows(frequency, "frequency", at::kFloat, rows);
-  check_rows(presence, "presence", at::kFloat, rows);
-  if (rows == 0) return;
+LogitType logit_type(const at::Tensor& logits) {
+  const at::ScalarType type = logits.scalar_type();
+  TORCH_CHECK_VALUE(type == at::kFloat || type == at::kHalf || type == at::kBFloat16,
+                    "logits must be float32, float16 or bfloat16, got ", type);
+  return type == at::kFloat  ? LogitType::kFloat32
+         : type == at::kHalf ? LogitType::kFloat16
+                             : LogitType::kBFloat16;
+}
+
+at::Tensor edit_and_sample(const at::Tensor& logits, const at::Tensor& counts, const at::Tensor& count_rows,
+                           const at::Tensor& fresh_ids, const at::Tensor& repetition,
+                           const at::Tensor& frequency, const at::Tensor& presence, const at::Tensor& bitmask,
+                           const at::Tensor& mask_rows, const at::Tensor& temperature, const at::Tensor& top_k,
+                           const at::Tensor& top_p, const at::Tensor& min_p, const at::Tensor& seeds,
+                           const at::Tensor& positions, int64_t nothing) {
+  TORCH_CHECK_VALUE(logits.dim() == 2 && logits.stride(1) == 1, "logits must be a matrix with contiguous rows");
+  const LogitType type = logit_type(logits);
+  const int64_t rows = logits.size(0), vocab = logits.size(1);
+  check_dense(counts, "counts", at::kShort);
+  TORCH_CHECK_VALUE(counts.dim() == 2 && counts.size(1) == vocab,
+                    "counts must have a column for each token, got ", counts.sizes());
+  check_dense(bitmask, "bitmask", at::kInt);
+  TORCH_CHECK_VALUE(bitmask.dim() == 2, "bitmask must be a matrix, got ", bitmask.sizes());
+  for (const auto& [tensor, name] :
+       {std::pair(count_rows, "count_rows"), std::pair(fresh_ids, "fresh_ids"),
+        std::pair(mask_rows, "mask_rows"), std::pair(seeds, "seeds"), std::pair(positions, "positions")})
+    check_rows(tensor, name, at::kLong, rows);
+  for (const auto& [tensor, name] :
+       {std::pair(repetition, "repetition"), std::pair(frequency, "frequency"), std::pair(presence, "presence"),
+        std::pair(temperature, "temperature"), std::pair(top_p, "top_p"), std::pair(min_p, "min_p")})
+    check_rows(tensor, name, at::kFloat, rows);
+  check_rows(top_k, "top_k", at::kInt, rows);
+  at::Tensor ids = at::empty({rows}, seeds.options());
+  if (rows == 0) return ids;
   const auto tiling = tiled([&] {
-    return tile_penalties(rows, logits.size(1), row_stride(logits), token_ids.size(1), vector_cores(logits));
+    return tile_edit_and_sample(rows, vocab, row_stride(logits), bitmask.size(1), nothing,
+                                vector_cores(logits));
   });
-  enqueue("ascend_vllm_penalties", [=, params = place(tiling.params, logits)](void* stream) {
-    launch_penalties(tiling.cores, stream, address(token_ids), address(slots), address(prompt_lens),
-                     address(seq_lens), address(repetition), address(frequency), address(presence),
-                     address(logits), address(params));
+  enqueue("ascend_vllm_edit_and_sample", [=, params = place(tiling.params, logits)](void* stream) {
+    launch_edit_and_sample(
+        type, tiling.cores, stream,
+        {address(logits), address(counts), address(count_rows), address(fresh_ids), address(repetition),
+         address(frequency), address(presence), address(bitmask), address(mask_rows), address(temperature),
+         address(top_k), address(top_p), address(min_p), address(seeds), address(positions), address(ids)},
+        address(params));
   });
+  return ids;
 }
 
 }  // namespace
@@ -96,5 +121,5 @@ void apply_penalties(const at::Tensor& logits, const at::Tensor& token_ids, cons
 TORCH_LIBRARY_IMPL(ascend_vllm_npu, PrivateUse1, m) {
   m.impl("lora_shrink", &ascend_npu::lora_shrink);
   m.impl("lora_expand", &ascend_npu::lora_expand);
-  m.impl("apply_penalties", &ascend_npu::apply_penalties);
+  m.impl("edit_and_sample", &ascend_npu::edit_and_sample);
 }

@@ -78,9 +78,17 @@ struct GlobalBuffer {
   Writers writers;
 };
 
+// What a launch did, over all cores: bytes copied into and out of the unified buffer, instructions of the
+// vector unit and their repeats of 256 bytes, and accesses of the scalar unit.
+struct Work {
+  std::uint64_t bytes_in = 0, bytes_out = 0, instructions = 0, repeats = 0, scalars = 0;
+};
+
 // State shared by all cores of a launch.
 class GlobalMemory {
  public:
+  Work work;
+
   // Whether memory that was not passed may be accessed: `pointer`, `bytes`.
   using Rule = std::function<bool(const void*, std::size_t)>;
 
@@ -185,6 +193,7 @@ class Core {
 
   void execute(pipe_t pipe, const char* call, const Access* first, std::size_t count) {
     const std::uint64_t number = ++issued_[pipe];
+    count_work(pipe, first, count);
     if (pipe == PIPE_S) known_[PIPE_S][PIPE_S] = number;  // the scalar unit waits for itself
     for (const Access* access = first; access != first + count; ++access) check(pipe, call, *access);
     for (const Access* access = first; access != first + count; ++access) mark(pipe, number, *access);
@@ -231,6 +240,23 @@ class Core {
   bool is_summing = false;  // SetAtomicAdd
 
  private:
+  void count_work(pipe_t pipe, const Access* first, std::size_t count) {
+    Work& work = memory_.work;
+    if (pipe == PIPE_S) ++work.scalars;
+    if (pipe == PIPE_MTE2) work.bytes_in += first->bytes;
+    if (pipe == PIPE_MTE3) work.bytes_out += first->bytes;
+    if (pipe != PIPE_V) return;
+    std::size_t largest = 0, bytes[2] = {0, 0};
+    // an instruction may have several ranges of an operand: all that it reads or all that it writes, halved for
+    // two sources
+    for (const Access* access = first; access != first + count; ++access) {
+      bytes[access->is_write] += access->bytes;
+      largest = std::max(largest, access->bytes);
+    }
+    ++work.instructions;
+    work.repeats += (std::max({largest, bytes[1], bytes[0] / 2}) + 255) / 256;
+  }
+
   static std::string describe(pipe_t from, pipe_t to, int id) {
     return std::string("event ") + name_of(from) + "_" + name_of(to) + " " + std::to_string(id);
   }

@@ -190,8 +190,9 @@ constexpr bool casts() {
   const bool narrows =
       std::is_same_v<From, float> && (std::is_same_v<To, half> || std::is_same_v<To, bfloat16_t> ||
                                       std::is_same_v<To, std::int32_t> || std::is_same_v<To, std::int64_t>);
-  const bool counts =
-      (std::is_same_v<From, std::int32_t> || std::is_same_v<From, std::int64_t>) && std::is_same_v<To, float>;
+  const bool counts = (std::is_same_v<From, std::int16_t> || std::is_same_v<From, std::int32_t> ||
+                       std::is_same_v<From, std::int64_t>) &&
+                      std::is_same_v<To, float>;
   const bool integers = (std::is_same_v<From, std::int32_t> && std::is_same_v<To, std::int64_t>) ||
                         (std::is_same_v<From, std::int64_t> && std::is_same_v<To, std::int32_t>);
   const bool bytes =
@@ -338,6 +339,51 @@ void ReduceMin(const LocalTensor<T>& to, const LocalTensor<T>& from, const Local
                std::int32_t count) {
   detail::reduce("ReduceMin", to, from, work, count, T(std::numeric_limits<float>::infinity()),
                  [](float a, float b) { return a < b ? a : b; });
+}
+
+// Strides of a source in its repeats, in blocks, and of the pattern, in repeats.
+struct GatherMaskParams {
+  GatherMaskParams(std::uint8_t src0_block, std::uint16_t repeats, std::uint16_t src0_repeat,
+                   std::uint8_t src1_repeat)
+      : src0BlockStride(src0_block),
+        repeatTimes(repeats),
+        src0RepeatStride(src0_repeat),
+        src1RepeatStride(src1_repeat) {}
+  std::uint8_t src0BlockStride;
+  std::uint16_t repeatTimes, src0RepeatStride;
+  std::uint8_t src1RepeatStride;
+};
+
+// The elements whose bit of the pattern is set, one after another; `kept`: their number. The rest of the last
+// block that has one of them is undefined.
+template <class T, class U>
+void GatherMask(const LocalTensor<T>& to, const LocalTensor<T>& from, const LocalTensor<U>& pattern,
+                const bool reduceMode, const std::uint32_t mask, const GatherMaskParams& params,
+                std::uint64_t& kept) {
+  static_assert(sizeof(T) == sizeof(U) && (sizeof(T) == 2 || sizeof(T) == 4) && std::is_unsigned_v<U>,
+                "GatherMask: a pattern of unsigned integers as wide as the elements");
+  constexpr const char* call = "GatherMask";
+  require(reduceMode && params.repeatTimes == 1, call, "this shim knows a single repeat of any length only");
+  detail::require_operand(from, mask, call);
+  detail::require_operand(pattern, (mask + sizeof(U) * 8 - 1) / (sizeof(U) * 8), call);
+  detail::require_apart(to, from, mask, call);
+  const auto is_kept = [&](std::uint32_t index) {
+    return pattern.data()[index / (sizeof(U) * 8)] >> index % (sizeof(U) * 8) & 1;
+  };
+  std::uint32_t count = 0;
+  for (std::uint32_t index = 0; index < mask; ++index) count += is_kept(index);
+  constexpr std::uint32_t unit = ascend_sim::ascendc::kBlockBytes / sizeof(T);
+  const std::uint32_t stored = (count + unit - 1) / unit * unit;
+  if (stored > 0) detail::require_operand(to, stored, call);
+  core().execute(
+      PIPE_V, call,
+      {detail::reads(from, mask), detail::reads(pattern, (mask + sizeof(U) * 8 - 1) / (sizeof(U) * 8)),
+       detail::writes(to, stored)});
+  std::uint32_t place = 0;
+  for (std::uint32_t index = 0; index < mask; ++index)
+    if (is_kept(index)) to.data()[place++] = from.data()[index];
+  for (; place < stored; ++place) std::memset(to.data() + place, 0x7B, sizeof(T));
+  kept = count;
 }
 
 // to[i] = from[offsets[i] bytes + base bytes]
