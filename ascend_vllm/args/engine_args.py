@@ -33,7 +33,7 @@ from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms import resolve_device
-from ascend_vllm.platforms.facts import device_facts, npu_unusable_reason
+from ascend_vllm.platforms.facts import DeviceFacts, device_facts, npu_unusable_reason
 
 logger = init_logger(__name__)
 
@@ -151,7 +151,7 @@ class EngineArgs(EngineFlags):
             model=model,
             load=self._load_config(),
             cache=cache,
-            scheduler=self._scheduler_config(arch, longest, block_size),
+            scheduler=self._scheduler_config(arch, longest, block_size, facts),
             parallel=parallel,
             device=DeviceConfig(device=facts.name, cpu_kernel_probe=self.cpu_kernel_probe),
             observability=ObservabilityConfig(
@@ -237,8 +237,13 @@ class EngineArgs(EngineFlags):
             sliding_window=arch.common_window,
         )
 
-    def _scheduler_config(self, arch: ArchConfig, longest: int, block_size: int) -> SchedulerConfig:
+    def _scheduler_config(
+        self, arch: ArchConfig, longest: int, block_size: int, facts: DeviceFacts
+    ) -> SchedulerConfig:
         chunked = limits.resolve_chunked_prefill(self.enable_chunked_prefill, longest, arch)
+        # =false asks for vLLM's order, and several passes are of steps in which all rows decode
+        is_plain = self.enable_chunked_prefill is None and self.num_scheduler_steps == 1
+        mixed = facts.mixes_steps and is_plain and not chunked
         requested = _length(self.max_num_batched_tokens, "max_num_batched_tokens")
         budget = limits.resolve_max_num_batched_tokens(
             requested,
@@ -271,9 +276,11 @@ class EngineArgs(EngineFlags):
             max_decode_pause_s=limits.resolve_max_decode_pause_s(
                 self.max_decode_pause_ms,
                 chunked_prefill=chunked,
+                mixed_steps=mixed,
                 has_default=requested is None and self.num_scheduler_steps == 1,
             ),
             max_scored_tokens=limits.max_scored_tokens(arch.vocab_size),
+            mixed_steps=mixed,
             queue_timeout_s=None if self.queue_timeout_s is None else float(self.queue_timeout_s),
         )
 

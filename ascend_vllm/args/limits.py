@@ -143,20 +143,21 @@ def resolve_max_num_batched_tokens(
 
 
 def resolve_max_decode_pause_s(
-    requested_ms: float | None, *, chunked_prefill: bool, has_default: bool
+    requested_ms: float | None, *, chunked_prefill: bool, mixed_steps: bool, has_default: bool
 ) -> float | None:
-    """The seconds for which chunks of prompts may delay decoding rows; None: no limit.
+    """The seconds for which prompts in the same step may delay decoding rows; None: no limit.
 
     Args:
         requested_ms: milliseconds, 0: no limit; None: the flag is not given.
         chunked_prefill: whether prefill is chunked.
-        has_default: limit the pause without the flag, too, as the size of chunks is not given by the user.
+        mixed_steps: whether whole prompts may be computed beside decoding rows.
+        has_default: limit the pause by chunks without the flag, too, as their size is not given by the user.
 
     Raises:
         ConfigError: a limit is requested and prefill is not chunked.
     """
     if requested_ms is None:
-        return _DECODE_PAUSE_S if chunked_prefill and has_default else None
+        return _DECODE_PAUSE_S if mixed_steps or (chunked_prefill and has_default) else None
     if not chunked_prefill:
         raise ConfigError(
             "--max-decode-pause-ms needs --enable-chunked-prefill: prompts that stay whole have no chunks."

@@ -13,6 +13,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         max_num_seqs: maximum running sequences, which is also the number of batch slots; others wait.
         max_model_len: maximum tokens of a sequence, prompt and output together.
         enable_chunked_prefill: whether prompts may be split to fit the step's budget, and run beside decodes.
+        mixed_steps: whether whole prompts run beside decodes, too, where steps take long.
         max_num_queued_reqs: waiting requests beyond which new ones are rejected (503); None: no limit.
         max_num_queued_tokens: prompt tokens without an answer yet, beyond which new requests are rejected (503).
         num_scheduler_steps: forward passes of a step while all rows decode.
@@ -27,8 +28,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         long_prefill_token_threshold: tokens beyond which a prompt is long, and its maximum tokens in a step; 0: no
             prompt is long.
         async_scheduling: whether the next step is scheduled while one runs.
-        max_decode_pause_s: maximum duration of a step with prompts and decoding rows, kept by the size of the chunks;
-            None: no limit.
+        max_decode_pause_s: maximum duration of a step with prompts and decoding rows, kept by the size of the chunks
+            or, of whole prompts, by their number; None: no limit.
         max_scored_tokens: maximum prompt tokens whose log-probabilities a step computes; prompts with more are split,
             even without chunked prefill.
         queue_timeout_s: how long a request may wait for its first step before it is rejected (503); None: no limit.
@@ -53,3 +54,4 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_decode_pause_s: float | None = None
     max_scored_tokens: int = 128
     queue_timeout_s: float | None = None
+    mixed_steps: bool = False

@@ -55,7 +55,7 @@ class Admission:
     def schedule_waiting(self, builder: StepBuilder, budget: int, now: float) -> None:
         """Admits waiting requests in order until one does not fit the free slots, blocks or the budget.
 
-        Without chunked prefill those that miss only one token are admitted, but decode later with the running rows.
+        Without mixed steps those that miss only one token are admitted, but decode later with the running rows.
         """
         waiting = self._waiting
         if not waiting or budget <= 0 or self._delays_prompts(now):
@@ -185,7 +185,7 @@ class Admission:
         self._rows.reserve(request.kind, request.kind.width - 1)
         self._rows.enter(row)
         builder.enter(row)
-        if count == 1 == row.num_missing_tokens and not (self._cuts_prompts or builder.step.slots):
+        if count == 1 == row.num_missing_tokens and not (builder.is_mixed or builder.step.slots):
             # it decodes later, with the running rows
             return 0
         builder.add(row, count)

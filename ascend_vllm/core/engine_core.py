@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -138,6 +139,17 @@ class EngineCore:
             return True
         scheduler = self._scheduler
         return scheduler.has_unfinished if self._pausing.makes_steps else scheduler.has_early_outputs
+
+    def await_long_step(self) -> None:
+        """Waits for the step under way if the next one would be scheduled before it ends, unless steps are short.
+
+        Requests that arrive meanwhile are then in the next step. Scheduling takes so little of a long step that
+        nothing is gained by doing it earlier.
+        """
+        if len(self._in_flight) == 1 and self._max_in_flight == 2 and self._scheduler.steps_are_long:
+            # what it raises, `step` raises again
+            with contextlib.suppress(Exception):
+                self._in_flight[0].result()
 
     def step(self) -> EngineCoreOutputs:
         """Schedules steps until the workers have enough, and returns the outputs of the oldest.

@@ -102,6 +102,7 @@ class CoreLoop:
         """Runs until Shutdown arrives, a step fails or workers have died. Returns the exit code."""
         while True:
             try:
+                self._core.await_long_step()
                 self._receive()
                 if self._stopping:
                     return 0

@@ -10,7 +10,8 @@ at most that many tokens a step, and at most --max-long-partial-prefills of them
 shorter ones overtake them (vLLM's flags with vLLM's meaning).
 
 With chunked prefill chunks are made as small as --max-decode-pause-ms requires, given how long steps take. Without it
-whole prompts come before decoding rows, but if prompts keep coming rows decode in between.
+whole prompts come before decoding rows, but if prompts keep coming rows decode in between. With mixed_steps prompts
+are computed beside decoding rows while steps are long: as many as a pause allows, and at least one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _NEW_WEIGHT, _NEW_TREND_WEIGHT = 0.5, 0.1
 _TREND_TOKENS = 256
 # the next step's token is not taken to be cheaper than this share of the last steps'
 _LEAST_SHARE = 0.25
+# steps that take less are short
+_LONG_STEP_S = 0.01
 # after waiting so long for whole prompts, decoding rows come before further prompts
 _MOST_WAIT_S = 0.05
 
@@ -35,6 +38,9 @@ class PromptLimits:
     Args:
         config: limits.
         num_prompts: running and waiting prompts that may be in the step.
+
+    Attributes:
+        most_whole: tokens beyond which the step takes no further whole prompt; None: no limit.
     """
 
     def __init__(self, config: SchedulerConfig, num_prompts: int) -> None:
@@ -47,6 +53,8 @@ class PromptLimits:
         self._share = max(1, config.max_num_batched_tokens // sharing)
         self._num_partial = 0
         self._num_long = 0
+        self._num_whole = 0
+        self.most_whole: int | None = None
 
     def is_long(self, num_missing: int) -> bool:
         """Whether a prompt that misses `num_missing` tokens counts as long."""
@@ -71,10 +79,17 @@ class PromptLimits:
         """
         if is_scored:
             num_missing = min(num_missing, self._num_scored_left)
-        count = self._take(num_missing, budget) if self._cuts_prompts else num_missing if num_missing <= budget else 0
+        count = self._take(num_missing, budget) if self._cuts_prompts else self._take_whole(num_missing, budget)
         if is_scored:
             self._num_scored_left -= count
         return count
+
+    def _take_whole(self, num_missing: int, budget: int) -> int:
+        num_whole = self._num_whole + num_missing
+        if num_missing > budget or (self._num_whole and self.most_whole is not None and num_whole > self.most_whole):
+            return 0
+        self._num_whole = num_whole
+        return num_missing
 
     def _take(self, num_missing: int, budget: int) -> int:
         is_long = self.is_long(num_missing)
@@ -103,6 +118,7 @@ class ChunkSizeController:
 
     Attributes:
         last_prompt_latency_s: from handing out the last step with prompts to its outputs.
+        last_step_s: seconds that the last step took.
 
     Example::
 
@@ -120,8 +136,14 @@ class ChunkSizeController:
         self._trend = _Trend()
         self._last_end = 0.0
         self.last_prompt_latency_s = 0.0
+        self.last_step_s = 0.0
         # when the first step of whole prompts was made that decoding rows have waited for; None: they do not wait
         self._waiting_since: float | None = None
+
+    @property
+    def steps_are_long(self) -> bool:
+        """Whether the time to schedule a step, and what operators cost beside their work, hardly matter."""
+        return self.last_step_s >= _LONG_STEP_S
 
     def prompts_come_first(self, now: float) -> bool:
         """Whether whole prompts come before decoding rows; `now` is in seconds of time.monotonic()."""
@@ -144,6 +166,7 @@ class ChunkSizeController:
             num_pairs: the sum, over these, of the tokens that each attends to.
         """
         begin, self._last_end = max(made_at, self._last_end), end
+        self.last_step_s = end - begin
         if num_prompt_tokens:
             self.last_prompt_latency_s = end - made_at
             token_s, context = (end - begin) / num_prompt_tokens, num_pairs / num_prompt_tokens

@@ -6,8 +6,9 @@ that is swapped in or shares a computed prompt; a new one misses all that the pr
 
 Without chunked prefill steps compute either whole prompts or decoding rows: prompts come first (vLLM 0.6.3's order)
 until no waiting one can be admitted, or rows have waited long to decode. With it running rows come first, and prompts
-get the rest of the step, in chunks if they must. When all rows of a step decode, it may be several forward passes
-(--num-scheduler-steps).
+get the rest of the step, in chunks if they must. With mixed_steps that is the order of whole prompts, too, while
+steps take long: one step of both is shorter than two, and rows decode in every step. When all rows of a step decode,
+it may be several forward passes (--num-scheduler-steps).
 
 Admission allocates blocks for all tokens of a request at once, so that a prompt never stalls half way. Decoding rows
 grow block by block; when none is free, the running request that came last (or, with priorities, is the least urgent)
@@ -262,6 +263,11 @@ class Scheduler:
                     ),
                 )
 
+    @property
+    def steps_are_long(self) -> bool:
+        """Whether the time to schedule a step hardly matters beside the step's own."""
+        return self._chunk_size.steps_are_long
+
     # ---- making a step -------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
@@ -271,10 +277,12 @@ class Scheduler:
         if self.connectors.waiting:
             self._take_ready()
         was_idle = not (self.rows.running or self._in_flight)
-        builder = StepBuilder(self.config, self.kv_cache, self._step_id, len(self.waiting), now)
         num_held = self._preemption.preempt_outranked() if self.waiting.has_ranks else 0
         budget = self.config.max_num_batched_tokens
-        if self._cuts_prompts:
+        is_mixed = self._cuts_prompts or self._mixes_whole_prompts(budget)
+        builder = StepBuilder(self.config, self.kv_cache, self._step_id, len(self.waiting), now, is_mixed=is_mixed)
+        if is_mixed:
+            self._chunk_size.note_order(now, rows_wait=False)
             budget = self._schedule_running(builder, budget, num_held)
             # a request that was just preempted is not admitted again: another row has got at least one of its blocks
             self._admission.schedule_waiting(builder, budget, now)
@@ -297,6 +305,14 @@ class Scheduler:
         self.rows.add_updates(step)
         self._in_flight.append(builder.in_flight)
         return step
+
+    def _mixes_whole_prompts(self, budget: int) -> bool:
+        """Whether the step computes decoding rows and, of its `budget` tokens, whole prompts beside them."""
+        if not (self.config.mixed_steps and self._chunk_size.steps_are_long):
+            return False
+        first = self.waiting.next()
+        # one that needs nearly all of the budget gets a step of its own
+        return first is None or first.num_tokens + len(self.rows.running) <= budget
 
     def _schedule_running(self, builder: StepBuilder, budget: int, num_held: int) -> int:
         """Schedules running rows: first a token of each decoding row, then chunks of prompts.
@@ -375,7 +391,11 @@ class Scheduler:
             index += 1
         if index > len(prompts):
             num_computed = max((request.num_computed_tokens for request in prompts), default=0)
-            budget = self._chunk_size.most_tokens(budget, num_computed)
+            most = self._chunk_size.most_tokens(budget, num_computed)
+            if self._cuts_prompts:
+                budget = most
+            else:
+                builder.limits(len(prompts)).most_whole = most
         if prompts:
             return self._continue_prompts(builder, prompts, budget)
         if rows:

@@ -99,16 +99,26 @@ class StepBuilder:
         step_id: of the step.
         num_waiting: waiting requests; those that are admitted may be in the step.
         made_at: seconds of time.monotonic().
+        is_mixed: running rows come before prompts, which are computed beside them.
 
     Attributes:
+        is_mixed: as given.
         step: the step so far.
         in_flight: what is kept of it until its outputs arrive.
         masked: rows that sample with a bitmask.
     """
 
     def __init__(
-        self, config: SchedulerConfig, kv_cache: KVCacheManager, step_id: int, num_waiting: int, made_at: float
+        self,
+        config: SchedulerConfig,
+        kv_cache: KVCacheManager,
+        step_id: int,
+        num_waiting: int,
+        made_at: float,
+        *,
+        is_mixed: bool,
     ) -> None:
+        self.is_mixed = is_mixed
         self.step = SchedulerOutput(step_id, [], [], [], [], [])
         self.in_flight = StepInFlight(self.step.slots, [], made_at)
         self.masked: list[Request] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from concurrent.futures import Future
 from typing import Any
 
@@ -61,6 +62,46 @@ def test_a_step_is_handed_out_before_the_last_ones_outputs_arrive() -> None:
     core, executor = make_watched(async_scheduling=True)
     serve(core, [make_request("a", 3, max_tokens=4)])
     assert executor.events == ["make 0", "make 1", "wait 0", "make 2", "wait 1", "make 3", "wait 2", "wait 3"]
+
+
+def make_midway(
+    monkeypatch: pytest.MonkeyPatch, step_s: float, **settings: Any
+) -> tuple[EngineCore, WatchedExecutor]:
+    """A core whose second step took `step_s`, before the outputs of the third are awaited."""
+    core, executor = make_watched(**settings)
+    now = 0.0
+    monkeypatch.setattr("ascend_vllm.core.scheduler.time", types.SimpleNamespace(monotonic=lambda: now))
+    core.add_request(make_request("a", 3, max_tokens=9))
+    core.step()
+    now += step_s
+    core.step()
+    del executor.events[:]
+    return core, executor
+
+
+@pytest.mark.parametrize(
+    ("async_scheduling", "step_s", "events"),
+    [
+        (True, 0.05, ["wait 2", "make 3", "wait 2"]),
+        (True, 0.001, ["make 3", "wait 2"]),
+        (False, 0.05, ["make 2", "wait 2"]),
+    ],
+)
+def test_a_long_step_ends_before_the_next_is_scheduled(
+    monkeypatch: pytest.MonkeyPatch, async_scheduling: bool, step_s: float, events: list[str]
+) -> None:
+    core, executor = make_midway(monkeypatch, step_s, async_scheduling=async_scheduling)
+    core.await_long_step()
+    core.step()
+    assert executor.events == events
+
+
+def test_what_a_long_step_raises_comes_from_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, executor = make_midway(monkeypatch, 0.05, async_scheduling=True)
+    executor.fail_next = RuntimeError("the device is gone")
+    core.await_long_step()
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        core.step()
 
 
 def test_without_it_steps_alternate() -> None:

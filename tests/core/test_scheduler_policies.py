@@ -248,12 +248,13 @@ def test_nothing_is_delayed_when_nothing_runs(clock: Clock) -> None:
 
 
 class PacedExecutor(MemoryExecutor):
-    """Each token takes a hundredth of a second."""
+    """Each token takes a hundredth of a second, unless set otherwise."""
 
     clock: Clock
+    token_s = 0.01
 
     def _run(self, step: SchedulerOutput) -> StepOutput:
-        self.clock.now += 0.01 * sum(step.num_scheduled_tokens)
+        self.clock.now += self.token_s * sum(step.num_scheduled_tokens)
         return super()._run(step)
 
 
@@ -501,6 +502,49 @@ def test_rows_decode_though_whole_prompts_keep_coming(clock: Clock) -> None:
     assert [step.get("a", 0) for step in steps[1:7]] == [0, 1, 0, 1, 0, 1]
     assert [set(step.values()) for step in steps[1:7]] == [{4}, {1}] * 3
     assert steps[5].keys() == {"b3", "b4"}
+
+
+# ---- whole prompts beside decoding rows -------------------------------------------------------------------
+
+
+def whole_prompts_beside_a_decoding_row(clock: Clock, token_s: float, **settings: Any) -> list[dict[str, int]]:
+    """Steps of "a", which decodes, and of four prompts of 20, 16, 12 and 77 tokens; 80 tokens fit a step."""
+    config = make_config(mixed_steps=True, max_num_seqs=8, max_num_batched_tokens=80, max_model_len=80, **settings)
+    executor = PacedExecutor(config, 128, 0)
+    executor.clock, executor.token_s = clock, token_s
+    core = EngineCore(config, executor)
+    requests = [make_ranked("a", 0, clock.now, prompt=10, max_tokens=8)]
+    core.add_request(requests[0])
+    collected = step(core)
+    for name, length in {"b": 20, "c": 16, "d": 12, "e": 77}.items():
+        requests.append(make_ranked(name, 0, clock.now, prompt=length, max_tokens=2))
+        core.add_request(requests[-1])
+    assert_tokens(run(core, collected), requests, max_num_computed=80)
+    return scheduled(executor)
+
+
+def test_whole_prompts_run_beside_decoding_rows_where_steps_are_long(clock: Clock) -> None:
+    steps = whole_prompts_beside_a_decoding_row(clock, 0.01)
+    # the last one would leave no room for the rows that decode
+    assert steps[1:4] == [
+        {"a": 1, "b": 20, "c": 16, "d": 12},
+        {"e": 77},
+        {"a": 1, "b": 1, "c": 1, "d": 1, "e": 1},
+    ]
+
+
+def test_whole_prompts_have_steps_of_their_own_where_steps_are_short(clock: Clock) -> None:
+    steps = whole_prompts_beside_a_decoding_row(clock, 0.0001)
+    assert steps[1:3] == [{"b": 20, "c": 16, "d": 12}, {"e": 77}]
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "prompts"), [(0.3, ["b", "cd", "e"]), (0.37, ["bc", "d", "e"]), (0.01, ["b", "c", "d", "e"])]
+)
+def test_a_pause_limits_the_whole_prompts_of_a_step(clock: Clock, pause_s: float, prompts: list[str]) -> None:
+    steps = whole_prompts_beside_a_decoding_row(clock, 0.01, max_decode_pause_s=pause_s)
+    beside = ["".join(name for name, count in made.items() if count > 1) for made in steps[1:] if "a" in made]
+    assert [names for names in beside if names] == prompts
 
 
 # ---- scored prompts ---------------------------------------------------------------------------------------

@@ -29,8 +29,10 @@ from hypothesis.stateful import (
 from ascend_vllm.config.structured import StructuredOutputsConfig
 from ascend_vllm.core.beam.search import BeamSearch
 from ascend_vllm.core.engine_core import EngineCore
+from ascend_vllm.core.prompt_chunks import ChunkSizeController
 from ascend_vllm.core.structured.manager import StructuredOutputManager
 from ascend_vllm.types.messages import BeamSearchSpec, BeamSequence, EngineCoreRequest, FinishReason
+from ascend_vllm.types.step import SchedulerOutput
 from tests.core.constrained_requests import CONSTRAINTS, PROCESSES, VOCABULARY, constrain_alone, constrained
 from tests.core.memory_executor import (
     EOS,
@@ -60,6 +62,7 @@ EVENTS = (
     "swap_in",
     "several_steps_at_once",
     "chunks",
+    "prompts_beside_decodes",
     "beam_searches",
     "aborts",
     "tokens_for_stages",
@@ -115,6 +118,12 @@ class Sent:
     seed: int
 
 
+class LongSteps(ChunkSizeController):
+    """All steps count as long, though those of this executor are short."""
+
+    steps_are_long = True  # type: ignore[assignment]
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Adds, aborts and steps in any order; `teardown` runs the remaining requests to their end."""
 
@@ -135,6 +144,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         flags=st.fixed_dictionaries(
             {
                 "chunked": st.booleans(),
+                "mixed_steps": st.booleans(),
+                "max_decode_pause_s": st.sampled_from([None, 1e-6]),
                 "prefix_caching": st.booleans(),
                 "num_scheduler_steps": st.sampled_from([1, 1, 2, 5]),
                 "policy": st.sampled_from(["fcfs", "fcfs", "priority"]),
@@ -175,7 +186,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             sliding_window=None if flags["prefix_caching"] else window,
             **flags,
         )
+        self.core._scheduler._chunk_size.__class__ = LongSteps
         self.chunked = flags["chunked"]
+        self.mixed = self.chunked or flags["mixed_steps"]
         # limits of a sequence: the model's, without chunks the step's, and the cache's
         self.max_model_len = max_model_len if self.chunked else min(max_model_len, budget)
         self.capacity = num_blocks * block_size
@@ -297,7 +310,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.core.audit()["violations"] == []
         if not self.core._in_flight:
             self.check_worker()
-        if self.executor.steps and not self.chunked:
+        if self.executor.steps and not self.mixed:
             made = self.executor.steps[-1]
             new_slots = {row.slot for row in made.new_rows}
             counts = dict(zip(made.slots, made.num_scheduled_tokens, strict=True))
@@ -347,11 +360,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             forks=sum(len(made.forks) for made in steps),
             several_steps_at_once=sum(made.num_steps > 1 for made in steps),
             chunks=sum(self.chunked and max(made.num_scheduled_tokens, default=0) > 1 for made in steps),
+            prompts_beside_decodes=sum(not self.chunked and self.mixes(made) for made in steps),
             beam_searches=sum(result.beams is not None for result in self.collected.values()),
             aborts=len(self.aborted),
             tokens_for_stages=sum(len(made.sampled) for made in steps),
             masks=sum(len(made.constrained_slots) for made in steps),
         )
+
+    @staticmethod
+    def mixes(made: SchedulerOutput) -> bool:
+        new_slots = {row.slot for row in made.new_rows}
+        return not new_slots.isdisjoint(made.slots) and not new_slots.issuperset(made.slots)
 
     def fits(self, message: EngineCoreRequest) -> bool:
         return len(message.prompt_token_ids) <= min(self.max_model_len, self.capacity)

@@ -82,7 +82,13 @@ def test_defaults(make_model: MakeModel) -> None:
     assert config.scheduler.max_num_seqs == 256
     assert config.scheduler.enable_chunked_prefill is False
     assert config.scheduler == SchedulerConfig(
-        4096, 256, 4096, async_scheduling=True, max_scored_tokens=2**23 // config.model.vocab_size
+        4096,
+        256,
+        4096,
+        async_scheduling=True,
+        max_decode_pause_s=0.25,
+        max_scored_tokens=2**23 // config.model.vocab_size,
+        mixed_steps=True,
     )
     assert config.cache == CacheConfig(CPU.default_block_size)
     assert config.device.device == "cpu"
@@ -156,7 +162,9 @@ def test_scheduling_flags_reach_their_section(make_model: MakeModel) -> None:
 @pytest.mark.parametrize(
     ("given", "pause_s"),
     [
-        ({}, None),
+        # of whole prompts beside answers
+        ({}, 0.25),
+        ({"enable_chunked_prefill": False}, None),
         ({"enable_chunked_prefill": True}, 0.25),
         ({"enable_chunked_prefill": True, "max_decode_pause_ms": 100}, 0.1),
         ({"enable_chunked_prefill": True, "max_decode_pause_ms": 0}, None),
@@ -169,6 +177,23 @@ def test_scheduling_flags_reach_their_section(make_model: MakeModel) -> None:
 )
 def test_the_pause_of_answers(make_model: MakeModel, given: dict[str, Any], pause_s: float | None) -> None:
     assert config_of(make_model(), **given).scheduler.max_decode_pause_s == pause_s
+
+
+@pytest.mark.parametrize(
+    ("given", "mixed"),
+    [
+        ({}, True),
+        ({"max_num_batched_tokens": 4096}, True),
+        ({"enable_chunked_prefill": False}, False),
+        ({"enable_chunked_prefill": True}, False),
+        ({"num_scheduler_steps": 8}, False),
+    ],
+    ids=str,
+)
+def test_whole_prompts_share_steps_unless_asked_otherwise(
+    make_model: MakeModel, given: dict[str, Any], mixed: bool
+) -> None:
+    assert config_of(make_model(), **given).scheduler.mixed_steps is mixed
 
 
 @pytest.mark.parametrize(
