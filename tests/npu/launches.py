@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,13 +19,38 @@ def operators() -> set[str]:
     return set(_LIBRARY.ascend_sim_operators().decode().split())
 
 
-def launched_by(call: Callable[[], Any]) -> tuple[Any, set[str]]:
-    """What a call returns and the operators it launched."""
+class Cost(NamedTuple):
+    """What an operator cost, by the simulator's count.
+
+    Attributes:
+        launches: how often the host launched it, be it into a graph.
+        runs: how often the device ran it, replays of graphs included.
+        read: bytes that the runs read, each tensor once.
+        written: bytes that they wrote.
+        workspace: bytes of the largest workspace.
+    """
+
+    launches: int
+    runs: int
+    read: int
+    written: int
+    workspace: int
+
+
+def costs_of(call: Callable[[], Any]) -> tuple[Any, dict[str, Cost]]:
+    """What a call returns, and what each operator cost that it launched or that graphs ran."""
     torch.npu.synchronize()
     _LIBRARY.ascend_sim_take_launched()
     result = call()
     torch.npu.synchronize()
-    return result, set(_LIBRARY.ascend_sim_take_launched().decode().split())
+    lines = map(str.split, _LIBRARY.ascend_sim_take_launched().decode().splitlines())
+    return result, {name: Cost(*map(int, numbers)) for name, *numbers in lines}
+
+
+def launched_by(call: Callable[[], Any]) -> tuple[Any, set[str]]:
+    """What a call returns and the operators it launched, into a graph or at once."""
+    result, costs = costs_of(call)
+    return result, {name for name, cost in costs.items() if cost.launches}
 
 
 def takes(*operators: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -1,6 +1,7 @@
 """The simulated attention operators against a float64 reference, as torch_npu calls them."""
 
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 from tests.npu.attention_reference import Sequences, attention, causal, close
 from tests.npu.launches import takes
+from tests.npu.processes import run
 
 HALFS = [torch.float16, torch.bfloat16]
 TRIANGLE = torch.triu(torch.ones(2048, 2048, dtype=torch.int8), 1)
@@ -441,6 +443,22 @@ class TestOutForm:
         outs = self.outs(call)
         self.run(call, sequences.kv_lengths, outs, workspace)
         sequences.check(outs[0])
+
+    def test_a_workspace_that_is_too_small_is_refused(self) -> None:
+        script = """
+import torch, torch_npu
+query, cache = torch.zeros(1, 2, 64, dtype=torch.float16).npu(), torch.zeros(1, 128, 128, dtype=torch.float16).npu()
+torch_npu.npu_fused_infer_attention_score.out(
+    query, cache, cache, block_table=torch.zeros(1, 1, dtype=torch.int32).npu(), block_size=128, num_heads=2,
+    num_key_value_heads=2, input_layout="TND", actual_seq_lengths=[1], actual_seq_lengths_kv=[1],
+    workspace=torch.empty(8, dtype=torch.uint8, device="npu"),
+    out=[torch.empty_like(query), torch.empty(1, dtype=torch.float32, device="npu")],
+)
+torch.npu.synchronize()
+"""
+        done = run(sys.executable, "-W", "ignore", "-c", script)
+        assert done.returncode != 0
+        assert "aclnnFusedInferAttentionScoreV3: workspace: 8 bytes, but 16777216 on the device" in done.stderr
 
     def test_lengths_of_a_captured_call_are_updated(self, sequences: Sequences, call: dict[str, Any]) -> None:
         workspace = self.workspace(call, [1, 1])

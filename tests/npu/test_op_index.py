@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.npu.launches import Case, Values, ids
+from tests.npu.launches import Case, Values, costs_of, ids
 
 pytestmark = [
     # torch_npu adds through the deprecated form
@@ -100,3 +100,33 @@ def _range(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES, ids=ids(CASES))
 def test_the_device_agrees_with_the_cpu(case: Case) -> None:
     case.check()
+
+
+@pytest.mark.parametrize(("dim", "moves", "workspace"), [(0, 1, 0), (1, 3, 2)])
+def test_index_copies_along_other_dimensions_cost_the_whole_tensor(dim: int, moves: int, workspace: int) -> None:
+    target, source, index = A.npu(), A.narrow(dim, 0, 1).npu(), torch.tensor([1]).npu()
+    _, costs = costs_of(lambda: target.index_copy_(dim, index, source))
+    whole, placed = moves * target.nbytes if dim else 0, source.nbytes
+    cost = costs["aclnnInplaceIndexCopy"]
+    assert (cost.launches, cost.runs, cost.written) == (1, 1, whole + placed)
+    assert cost.read == cost.written + (0 if dim else index.nbytes)
+    assert cost.workspace == workspace * target.nbytes
+
+
+def test_operators_that_pick_rows_read_those() -> None:
+    table, index = A.npu(), torch.tensor([2, 0]).npu()
+    row = A[0].nbytes
+    for operator, pick in (
+        ("aclnnIndexSelect", lambda: table.index_select(0, index)),
+        ("aclnnEmbedding", lambda: functional.embedding(index, table)),
+        ("aclnnIndex", lambda: table[index]),
+    ):
+        cost = costs_of(pick)[1][operator]
+        assert (cost.read, cost.written) == (index.nbytes + 2 * row, 2 * row), operator
+
+
+def test_what_is_computed_in_place_is_read_and_written() -> None:
+    x, y = A.npu(), A.npu()
+    cost = costs_of(lambda: x.mul_(y))[1]["aclnnInplaceMul"]
+    assert (cost.read, cost.written) == (2 * A.nbytes, A.nbytes)
+    assert costs_of(x.zero_)[1]["aclnnInplaceZero"][2:4] == (0, A.nbytes)

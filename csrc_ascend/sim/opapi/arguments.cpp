@@ -88,7 +88,7 @@ std::string tensor_text(const aclTensor* tensor) {
 }
 
 // Bytes from the first to the last element that the view reaches.
-size_t bytes_of(const at::Tensor& view) {
+size_t spanned_bytes(const at::Tensor& view) {
   int64_t last = 0;
   for (int64_t d = 0; d < view.dim(); ++d) last += (view.size(d) - 1) * view.stride(d);
   return static_cast<size_t>((last + 1) * view.element_size());
@@ -217,7 +217,7 @@ In::In(const aclTensor& handle, std::string argument, bool fractal)
       storage_shape(handle.storage_shape) {
   if (numel() == 0) return;
   require(fractal || format != ACL_FORMAT_FRACTAL_NZ, name, "the format FRACTAL_NZ is not supported here");
-  require(on_device(data_ptr(), bytes_of(*this)), name, "the tensor is not in device memory");
+  require(on_device(data_ptr(), spanned_bytes(*this)), name, "the tensor is not in device memory");
   require(reinterpret_cast<uintptr_t>(data_ptr()) % element_size() == 0, name,
           "the address is not aligned to the size of an element");
 }
@@ -274,7 +274,7 @@ void Out::refuse_overlap(const In& other) const {
   if (!is_non_overlapping_and_dense() || !other.is_non_overlapping_and_dense()) return;
   const auto* first = static_cast<const char*>(data_ptr());
   const auto* other_first = static_cast<const char*>(other.data_ptr());
-  const bool apart = first + bytes_of(*this) <= other_first || other_first + bytes_of(other) <= first;
+  const bool apart = first + spanned_bytes(*this) <= other_first || other_first + spanned_bytes(other) <= first;
   const bool same = first == other_first && sizes() == other.sizes() && strides() == other.strides();
   require(apart || same, name, "its memory overlaps that of " + other.name);
 }

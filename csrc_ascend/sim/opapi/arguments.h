@@ -77,6 +77,8 @@ struct Out : In {
   std::shared_ptr<std::vector<int64_t>> shape_;
 };
 
+inline int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
+
 using Maybe = std::optional<In>;
 using MaybeOut = std::optional<Out>;
 using InList = std::vector<In>;

@@ -149,6 +149,10 @@ void require_fused_mask(AttentionCall& call) {
   }
 }
 
+// What CANN's kernel library reserves for the cores that work together. Partial results of sequences that are
+// divided among cores come on top on a chip.
+constexpr int64_t kLibraryWorkspace = 16 << 20;
+
 // What the operator takes on Atlas A2 and A3; the others do not have it.
 Work fused(AttentionCall call) {
   require(soc() != Soc::P310, "query", "the operator does not exist on Ascend310P");
@@ -180,6 +184,9 @@ Work fused(AttentionCall call) {
             "is not supported in the layout " + call.layout);
   }
   if (call.sink) call.sink->in({at::kBFloat16}).shaped({call.heads});
+  Cost cost = planned_cost();
+  cost.workspace = kLibraryWorkspace;
+  costs(cost);
   return [call = std::move(call)] { attend(call); };
 }
 
@@ -227,30 +234,12 @@ void require_unquantised(const std::vector<Maybe>& tensors, const MaybeInts& sha
   require(!shared_prefix || shared_prefix->empty(), "actual_shared_prefix_len", "is not simulated");
 }
 
-// aclnnXGetMaxWorkspaceSize has the arguments of aclnnXGetWorkspaceSize and plans no launch; a workspace of the
-// returned size is allocated before a graph is captured. The simulated operators need none, so any size will
-// do.
-constexpr uint64_t kMaxWorkspace = 1 << 20;
-
-template <typename Function>
-struct MaxWorkspace;
-
-template <typename... Args>
-struct MaxWorkspace<Work (*)(Args...)> {
-  template <typename Row>
-  static aclnnStatus get(typename Argument<Args>::C... values, uint64_t* workspace, aclOpExecutor** executor) {
-    const aclnnStatus status =
-        Entry<Work (*)(Args...)>::template get_workspace_size<Row>(values..., workspace, executor);
-    if (status == kSuccess) *workspace = kMaxWorkspace;
-    return status;
-  }
-};
-
+// aclnnXGetMaxWorkspaceSize: a workspace of that size is allocated before a graph is captured.
 #define MAX_WORKSPACE(name)                                                                             \
   extern "C" {                                                                                          \
   __attribute__((used)) static void (*name##_resolve_max())() {                                         \
-    using Get = ::ascend_sim::MaxWorkspace<decltype(&name##Row::body)>;                                 \
-    return reinterpret_cast<void (*)()>(&Get::get<name##Row>);                                          \
+    using Entry = ::ascend_sim::Entry<decltype(&name##Row::body)>;                                      \
+    return reinterpret_cast<void (*)()>(&Entry::get_workspace_size<name##Row>);                         \
   }                                                                                                     \
   __attribute__((visibility("default"), ifunc(#name "_resolve_max"))) void name##GetMaxWorkspaceSize(); \
   }

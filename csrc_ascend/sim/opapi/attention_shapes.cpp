@@ -228,6 +228,24 @@ void resolve_outputs(AttentionCall& call, Extent extent) {
   }
 }
 
+// Keys and values of the sequences once, of whatever cache; a value that is the key (latent attention) is not
+// read again.
+Cost cost_of(const AttentionCall& call) {
+  const int64_t width = call.query_dim + (call.value.data_ptr() == call.key.data_ptr() ? 0 : call.value_dim);
+  const int64_t scale_bytes = call.key_scales.mode == kPagedPerTokenHead ? 2 * sizeof(float) : 0;
+  int64_t of_a_key = call.kv_heads * (width * static_cast<int64_t>(call.key.element_size()) + scale_bytes);
+  int64_t read = bytes_of(call.query);
+  if (call.has_rope()) {
+    of_a_key += call.kv_heads * call.key_rope->size(-1) * static_cast<int64_t>(call.key_rope->element_size());
+    read += bytes_of(*call.query_rope);
+  }
+  for (const Span& span : call.kv_spans) read += span.length * of_a_key;
+  for (const Maybe* other : {&call.mask, &call.pse, &call.block_table}) {
+    if (*other) read += bytes_of(**other);
+  }
+  return {read, bytes_of(call.out) + (call.wants_lse ? bytes_of(*call.lse) : 0)};
+}
+
 }  // namespace
 
 std::string shape_text(at::IntArrayRef sizes) {
@@ -280,6 +298,7 @@ void resolve(AttentionCall& call) {
   }
   resolve_rope(call);
   resolve_outputs(call, query);
+  costs(cost_of(call));
 }
 
 }  // namespace ascend_sim

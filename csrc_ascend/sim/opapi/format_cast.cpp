@@ -49,6 +49,7 @@ Work cast(const aclTensor* source, aclTensor* target) {
   if (packs) out = at::from_blob(out.data_ptr(), shape, in.options());
   require(out.is_contiguous() && on_device(out.data_ptr(), out.nbytes()), "dstTensor",
           "must be contiguous device memory");
+  costs({bytes_of(source->view), bytes_of(out)});
   return [=] { out.copy_(packs ? to_fractal(in, shape) : in.nd()); };
 }
 
@@ -89,6 +90,7 @@ ASCEND_SIM_API aclnnStatus aclnnNpuFormatCastGetWorkspaceSize(const aclTensor* s
       executor);
 }
 
-ASCEND_SIM_API aclnnStatus aclnnNpuFormatCast(void*, uint64_t, aclOpExecutor* executor, aclrtStream stream) {
-  return launch(kName, executor, stream);
+ASCEND_SIM_API aclnnStatus aclnnNpuFormatCast(void* workspace, uint64_t bytes, aclOpExecutor* executor,
+                                              aclrtStream stream) {
+  return launch(kName, workspace, bytes, executor, stream);
 }

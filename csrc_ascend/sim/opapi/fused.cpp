@@ -93,6 +93,7 @@ OPERATOR(aclnnInplaceAddRmsNorm, (Out x1, Out x2, In gamma, double epsilon, Out 
   require_gamma(gamma, x1, false);
   x2.like(x1).shaped(x1.sizes());
   rstd.in({at::kFloat}).shaped(statistics_shape(x1, gamma));
+  also_reads(bytes_of(x1) + bytes_of(x2));
   return [=] {
     const at::Tensor sum = x1.to(at::kFloat) + x2.to(at::kFloat);
     const Normed normed = rms_norm(sum, gamma, epsilon);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "sim/opapi/aten.h"
+#include "sim/opapi/costs.h"
 
 using aclnnStatus = int32_t;
 
@@ -50,6 +51,7 @@ struct aclOpExecutor {
   std::string name;
   std::string trace;
   std::function<void()> work;
+  ascend_sim::Cost cost;
 };
 
 namespace ascend_sim {

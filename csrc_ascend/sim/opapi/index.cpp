@@ -5,6 +5,20 @@ using namespace ascend_sim;
 
 namespace {
 
+// Only the elements that indices pick are read, or written.
+void costs_of_picking(int64_t index_bytes, const In& out) {
+  costs({index_bytes + bytes_of(out), bytes_of(out)});
+}
+void costs_of_placing(int64_t index_bytes, const In& source) {
+  costs({index_bytes + bytes_of(source), bytes_of(source)});
+}
+
+int64_t bytes_of_all(const MaybeList& indices) {
+  int64_t sum = 0;
+  for (const Maybe& index : indices) sum += index ? bytes_of(*index) : 0;
+  return sum;
+}
+
 // Indices must lie within a dimension of `size` elements; negative ones count from its end where that is
 // allowed.
 at::Tensor checked_index(const In& index, int64_t size, bool negative) {
@@ -67,30 +81,36 @@ std::vector<at::Tensor> tensors_of(const InList& list) { return {list.begin(), l
 
 OPERATOR(aclnnIndex, (In self, MaybeList indices, Out out), {
   require_index_dtypes(indices);
+  costs_of_picking(bytes_of_all(indices), out);
   return [=] { out.set(at::index(self, index_list(self, indices, out.numel() == 0))); };
 })
 OPERATOR(aclnnIndexPutImpl, (Out selfRef, MaybeList indices, In values, bool accumulate, bool unsafe), {
   require_index_dtypes(indices);
   values.like(selfRef);
+  costs_of_placing(bytes_of_all(indices), values);
   return [=] {
     if (values.numel()) selfRef.index_put_(index_list(selfRef, indices, false), values, accumulate);
   };
 })
 OPERATOR(aclnnIndexSelect, (In self, int64_t dim, In index, Out out), {
   index.in(kIndices).rank(0, 1);
+  costs_of_picking(bytes_of(index), out);
   return [=] { out.set(at::index_select(self, dim, checked_index(index, self.size(dim), false))); };
 })
 OPERATOR(aclnnEmbedding, (In weight, In indices, Out out), {
   indices.in(kIndices);
   weight.rank(2, 2);
+  costs_of_picking(bytes_of(indices), out);
   return [=] { out.set(at::embedding(weight, checked_index(indices, weight.size(0), false))); };
 })
 OPERATOR(aclnnGather, (In self, int64_t dim, In index, Out out), {
   index.in(kIndices);
+  costs_of_picking(bytes_of(index), out);
   return [=] { out.set(at::gather(self, dim, checked_index(index, self.dim() ? self.size(dim) : 1, true))); };
 })
 OPERATOR(aclnnTake, (In self, In index, Out out), {
   index.in(kIndices);
+  costs_of_picking(bytes_of(index), out);
   return [=] { out.set(at::take(self, checked_index(index, self.numel(), true))); };
 })
 
@@ -102,6 +122,7 @@ OPERATOR(aclnnScatter, (In self, int64_t dim, In index, In src, int64_t reduce, 
 OPERATOR(aclnnInplaceScatter, (Out selfRef, int64_t dim, In index, In src, int64_t reduce), {
   require_scatter(index, reduce);
   src.like(selfRef);
+  costs_of_placing(bytes_of(index), src);
   return [=] { selfRef.set(scattered(selfRef, dim, index, src, reduce)); };
 })
 OPERATOR(aclnnScatterValue, (In self, int64_t dim, In index, Number value, int64_t reduce, Out out), {
@@ -110,6 +131,7 @@ OPERATOR(aclnnScatterValue, (In self, int64_t dim, In index, Number value, int64
 })
 OPERATOR(aclnnInplaceScatterValue, (Out selfRef, int64_t dim, In index, Number value, int64_t reduce), {
   require_scatter(index, reduce);
+  costs({bytes_of(index), index.numel() * static_cast<int64_t>(selfRef.element_size())});
   return [=] { selfRef.set(scattered(selfRef, dim, index, value, reduce)); };
 })
 OPERATOR(aclnnScatterAdd, (In self, int64_t dim, In index, In src, Out out), {
@@ -130,6 +152,12 @@ OPERATOR(aclnnIndexCopy, (In self, int64_t dim, In index, In source, Out out), {
 OPERATOR(aclnnInplaceIndexCopy, (Out selfRef, int64_t dim, In index, In source), {
   index.in(kIndices).rank(0, 1);
   source.like(selfRef);
+  costs_of_placing(bytes_of(index), source);
+  if (dim != 0) {
+    // along another dimension CANN transposes the whole tensor, scatters, transposes it back and copies it
+    const int64_t whole = bytes_of(selfRef), placed = bytes_of(source);
+    costs({3 * whole + placed, 3 * whole + placed, 2 * whole});
+  }
   return [=] {
     selfRef.set(at::index_copy(selfRef, dim, checked_index(index, selfRef.size(dim), false), source));
   };

@@ -105,6 +105,8 @@ OPERATOR(aclnnScatterPaKvCache,
            require(keys.blocks == values.blocks && keys.block_size == values.block_size, "value_cache",
                    "shape " + shape_text(value_cache.sizes()) + " does not go with key_cache " +
                        shape_text(key_cache.sizes()));
+           const int64_t stored = bytes_of(key) + bytes_of(value);
+           costs({stored + bytes_of(slot_mapping), stored});
            return [=] {
              const at::Tensor slots = checked_slots(slot_mapping, keys.blocks * keys.block_size);
              write(key_cache, keys, slots, key);
@@ -203,6 +205,8 @@ OPERATOR(aclnnGatherPaKvCache,
                    "value_cache",
                    "shape " + shape_text(value_cache.sizes()) + " does not go with key_cache " +
                        shape_text(key_cache.sizes()));
+           const int64_t rows = bytes_of(key) + bytes_of(value);
+           costs({rows + bytes_of(block_tables) + bytes_of(seq_lens), rows});
            return [call] { gather(call); };
          })
 

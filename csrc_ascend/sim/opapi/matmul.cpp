@@ -54,6 +54,7 @@ OPERATOR(aclnnAddmm, (In self, In mat1, In mat2, Number beta, Number alpha, Out 
 })
 OPERATOR(aclnnInplaceAddmm, (Out selfRef, In mat1, In mat2, Number beta, Number alpha, int8_t cubeMathType), {
   require_product(mat1.rank(2, 2), mat2.rank(2, 2), cubeMathType);
+  also_reads(bytes_of(selfRef));
   return [=] { selfRef.set(with_addend(selfRef, beta, product(mat1, mat2), alpha)); };
 })
 OPERATOR(aclnnAddmmWeightNz,

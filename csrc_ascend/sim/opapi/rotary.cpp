@@ -68,6 +68,7 @@ OPERATOR(aclnnApplyRotaryPosEmbV2, (Out query, Out key, In cos, In sin, int64_t 
   wanted[axes - 2] = 1;
   cos.like(query).shaped(wanted);
   sin.like(query).shaped(wanted);
+  also_reads(bytes_of(query) + bytes_of(key));
   return [=] {
     query.set(rotated(query, cos, sin, false));
     key.set(rotated(key, cos, sin, false));
@@ -162,6 +163,9 @@ OPERATOR(aclnnRopeWithSinCosCacheV2,
            key_out.like(key).shaped(key.sizes());
            const Multimodal call{positions,     query,     key,     cos_sin_cache,
                                  mrope_section, head_size, is_neox, cache_mode == 1};
+           const int64_t rotated_bytes = bytes_of(query) + bytes_of(key);
+           const int64_t angle_bytes = positions.numel() * width * static_cast<int64_t>(query.element_size());
+           costs({bytes_of(positions) + angle_bytes + rotated_bytes, rotated_bytes});
            return [=] {
              const auto [cos, sin] = angles(call);
              query_out.set(turned(call, query, cos, sin));
@@ -268,6 +272,9 @@ void put(const LatentCache& call, const Out& cache, const at::Tensor& place, con
 
 Work latent(LatentCache call) {
   check_latent(call);
+  // the outputs beside the caches are not counted
+  const int64_t rows = bytes_of(call.kv);
+  costs({rows + bytes_of(call.gamma) + bytes_of(call.cos) + bytes_of(call.sin) + bytes_of(call.index), rows});
   return [call = std::move(call)] {
     const int64_t value = call.gamma.size(0), rope = call.cos.size(3);
     const at::Tensor wide = call.kv.to(at::kFloat);

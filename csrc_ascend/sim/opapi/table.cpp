@@ -5,8 +5,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
-#include <mutex>
-#include <set>
 
 namespace ascend_sim {
 namespace {
@@ -33,10 +31,6 @@ std::vector<std::string>& operators() {
   return names;
 }
 
-// Operators launched since they were last asked for.
-std::mutex g_launched_mutex;
-std::set<std::string> g_launched;
-
 aclnnStatus failed(const char* name, const std::exception& error, aclnnStatus code) {
   if (dynamic_cast<const Refusal*>(&error)) {
     set_error(error.what());
@@ -52,6 +46,17 @@ aclnnStatus failed(const char* name, const std::exception& error, aclnnStatus co
 
 void require(bool condition, std::string_view argument, const std::string& why) {
   if (!condition) throw Refusal(current, std::string(argument), why);
+}
+
+Cost Tensors::cost() const {
+  Cost sum;
+  for (const In* tensor : read_) sum.read += bytes_of(*tensor);
+  for (const Out* tensor : written_) {
+    sum.written += bytes_of(*tensor);
+    // what an operator computes in place is named so; what it only overwrites is a selfRef
+    if (tensor->name == "self") sum.read += bytes_of(*tensor);
+  }
+  return sum;
 }
 
 bool add_operator(const char* name) {
@@ -94,29 +99,37 @@ aclnnStatus plan(const char* name, const std::function<Work()>& parse,
   }
   try {
     const Scope scope(name);
-    *workspace = 0;
-    *executor = new aclOpExecutor{name, tracing() ? trace() : std::string(), parse()};
+    costs({});
+    Work work = parse();
+    *workspace = planned_cost().workspace;
+    *executor = new aclOpExecutor{name, tracing() ? trace() : std::string(), std::move(work), planned_cost()};
     return kSuccess;
   } catch (const std::exception& error) {
     return failed(name, error, kInvalidArgument);
   }
 }
 
-aclnnStatus launch(const char* name, aclOpExecutor* executor, aclrtStream stream) {
+aclnnStatus launch(const char* name, void* workspace, uint64_t bytes, aclOpExecutor* executor,
+                   aclrtStream stream) {
   const std::unique_ptr<aclOpExecutor> owned(executor);
   if (!owned || owned->name != name) {
     set_error(std::string(name) + ": executor: it was not made by " + name + "GetWorkspaceSize");
     return kInvalidArgument;
   }
+  const Cost cost = owned->cost;
+  const auto needed = static_cast<uint64_t>(cost.workspace);
+  if (needed > 0 && (bytes < needed || !on_device(workspace, needed))) {
+    set_error(std::string(name) + ": workspace: " + std::to_string(bytes) + " bytes, but " +
+              std::to_string(needed) + " on the device are needed");
+    return kInvalidArgument;
+  }
   try {
     if (!owned->trace.empty()) trace(owned->trace);
-    {
-      const std::lock_guard<std::mutex> guard(g_launched_mutex);
-      g_launched.insert(owned->name);
-    }
-    submit(stream, owned->name, [name, work = std::move(owned->work)] {
+    count_launch(owned->name, cost);
+    submit(stream, owned->name, [name, cost, work = std::move(owned->work)] {
       const Scope scope(name);
       work();
+      count_run(name, cost);
     });
     return kSuccess;
   } catch (const std::exception& error) {
@@ -135,15 +148,5 @@ extern "C" __attribute__((visibility("default"))) const char* ascend_sim_operato
     for (const std::string& name : names) joined += name + "\n";
     return joined;
   }();
-  return text.c_str();
-}
-
-// Names of the operators launched since the last call, one per line. The text lasts until the next call.
-extern "C" __attribute__((visibility("default"))) const char* ascend_sim_take_launched() {
-  static std::string text;
-  const std::lock_guard<std::mutex> guard(ascend_sim::g_launched_mutex);
-  text.clear();
-  for (const std::string& name : ascend_sim::g_launched) text += name + "\n";
-  ascend_sim::g_launched.clear();
   return text.c_str();
 }

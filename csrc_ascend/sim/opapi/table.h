@@ -39,13 +39,15 @@ bool add_operator(const char* name);
 aclnnStatus plan(const char* name, const std::function<Work()>& parse,
                  const std::function<std::string()>& trace, uint64_t* workspace, aclOpExecutor** executor);
 
-// Runs (or records) a launch on a stream and frees it.
-aclnnStatus launch(const char* name, aclOpExecutor* executor, aclrtStream stream);
+// Runs (or records) a launch on a stream and frees it. Its workspace must have the planned size.
+aclnnStatus launch(const char* name, void* workspace, uint64_t bytes, aclOpExecutor* executor,
+                   aclrtStream stream);
 
 std::string trace_line(const char* name, const std::vector<std::string>& names,
                        const std::vector<std::string>& values);
 
-// The tensors of one call, to check that outputs do not overlap inputs.
+// The tensors of one call: outputs must not overlap inputs, and a call costs all of them unless it says
+// otherwise.
 class Tensors {
  public:
   void add(const In& tensor) { read_.push_back(&tensor); }
@@ -64,6 +66,7 @@ class Tensors {
     requires(!std::is_base_of_v<In, T>)
   void add(const T&) {}
   void refuse_overlaps() const;
+  Cost cost() const;
 
  private:
   std::vector<const In*> read_;
@@ -94,6 +97,7 @@ struct Entry<Work (*)(Args...)> {
     Tensors tensors;
     (tensors.add(std::get<I>(parsed)), ...);
     tensors.refuse_overlaps();
+    costs(tensors.cost());
     return std::apply(Row::body, std::move(parsed));
   }
 };
@@ -102,25 +106,26 @@ struct Entry<Work (*)(Args...)> {
 
 // A C function cannot be made from a list of types in standard C++. The resolver below is run when the symbol
 // is looked up and names the instance of the template above that takes the place of the declared function.
-#define OPERATOR(operator_name, parameters, ...)                                                             \
-  namespace {                                                                                                \
-  struct operator_name##Row {                                                                                \
-    static constexpr const char* kName = #operator_name;                                                     \
-    static constexpr const char* kParameters = #parameters;                                                  \
-    static ::ascend_sim::Work body parameters __VA_ARGS__                                                    \
-  };                                                                                                         \
-  [[maybe_unused]] const bool operator_name##_listed = ::ascend_sim::add_operator(#operator_name);           \
-  }                                                                                                          \
-  extern "C" {                                                                                               \
-  using operator_name##Function = void();                                                                    \
-  __attribute__((used)) static operator_name##Function* operator_name##_resolve() {                          \
-    using Entry = ::ascend_sim::Entry<decltype(&operator_name##Row::body)>;                                  \
-    return reinterpret_cast<operator_name##Function*>(&Entry::get_workspace_size<operator_name##Row>);       \
-  }                                                                                                          \
-  __attribute__((visibility("default"), ifunc(#operator_name "_resolve"))) void                              \
-  operator_name##GetWorkspaceSize();                                                                         \
-  __attribute__((visibility("default"))) aclnnStatus operator_name(void*, uint64_t, aclOpExecutor* executor, \
-                                                                   aclrtStream stream) {                     \
-    return ::ascend_sim::launch(#operator_name, executor, stream);                                           \
-  }                                                                                                          \
+#define OPERATOR(operator_name, parameters, ...)                                                       \
+  namespace {                                                                                          \
+  struct operator_name##Row {                                                                          \
+    static constexpr const char* kName = #operator_name;                                               \
+    static constexpr const char* kParameters = #parameters;                                            \
+    static ::ascend_sim::Work body parameters __VA_ARGS__                                              \
+  };                                                                                                   \
+  [[maybe_unused]] const bool operator_name##_listed = ::ascend_sim::add_operator(#operator_name);     \
+  }                                                                                                    \
+  extern "C" {                                                                                         \
+  using operator_name##Function = void();                                                              \
+  __attribute__((used)) static operator_name##Function* operator_name##_resolve() {                    \
+    using Entry = ::ascend_sim::Entry<decltype(&operator_name##Row::body)>;                            \
+    return reinterpret_cast<operator_name##Function*>(&Entry::get_workspace_size<operator_name##Row>); \
+  }                                                                                                    \
+  __attribute__((visibility("default"), ifunc(#operator_name "_resolve"))) void                        \
+  operator_name##GetWorkspaceSize();                                                                   \
+  __attribute__((visibility("default"))) aclnnStatus operator_name(void* workspace, uint64_t bytes,    \
+                                                                   aclOpExecutor* executor,            \
+                                                                   aclrtStream stream) {               \
+    return ::ascend_sim::launch(#operator_name, workspace, bytes, executor, stream);                   \
+  }                                                                                                    \
   }
