@@ -21,6 +21,7 @@ OWN_TESTS = (
     *sorted(path.name for path in HERE.glob("test_op_*.py")),
     "test_attention_ops.py",
     "test_fused_ops.py",
+    "test_generations.py",
     "test_hccl.py",
     "test_refusals.py",
     "test_runtime_format.py",
@@ -30,7 +31,15 @@ OWN_TESTS = (
     "test_runtime_streams.py",
 )
 # modules of this directory that the own tests import or run
-HELPERS = ("acl.py", "attention_reference.py", "conftest.py", "hccl_ranks.py", "launches.py", "processes.py")
+HELPERS = (
+    "acl.py",
+    "attention_reference.py",
+    "conftest.py",
+    "generation_calls.py",
+    "hccl_ranks.py",
+    "launches.py",
+    "processes.py",
+)
 
 
 def digest() -> str:

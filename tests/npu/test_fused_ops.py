@@ -321,6 +321,14 @@ class TestSampling:
                 values[order[hidden]] = float("-inf")
         return out
 
+    @takes("aclnnApplyTopKTopP")
+    def test_k_that_is_none(self) -> None:
+        logits = random(4, 2000, dtype=torch.float32)
+        k = torch.tensor([0, 1025, 2000, 3], dtype=torch.int32)
+        out = torch_npu.npu_top_k_top_p(logits.npu(), None, k.npu()).cpu()
+        assert torch.equal(out[:3], logits[:3])
+        assert out[3].isfinite().sum() == 3
+
     @pytest.mark.parametrize(("p", "k"), [([0.9, 0.5, 0.1], None), (None, [1, 5, 40]), ([0.8, 1.0, 0.0], [20, 3, 7])])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @takes("aclnnApplyTopKTopP")

@@ -14,6 +14,19 @@ bool decodes(const AttentionCall& call) {
   return !call.packed() && call.query_rows == 1 && !call.has_rope() && call.query_dim == call.value_dim;
 }
 
+// What the kernel for ragged rows takes, which alone has packed heads of other sizes than 64 and 128, and 192
+// with values of 128: up to 256, in TND. Source: host tiling of CANN's ops-transformer.
+struct RaggedKernel {
+  int64_t block_multiple, block_most;
+  // the band of sparse_mode 4
+  bool windows;
+  // as many key heads as query heads with high precision, and over a block table
+  bool single_heads;
+};
+RaggedKernel ragged_kernel() {
+  return cann() >= 900 ? RaggedKernel{16, 512, true, true} : RaggedKernel{128, 128, false, false};
+}
+
 void require_block_size(const AttentionCall& call) {
   if (!call.paged()) return;
   const int64_t size = call.block_size;
@@ -27,7 +40,7 @@ void require_block_size(const AttentionCall& call) {
   if (common) {
     rule(16, 1024);
   } else if (call.packed()) {
-    rule(16, 128);
+    rule(ragged_kernel().block_multiple, ragged_kernel().block_most);
   } else if (call.query_rows > 1) {
     rule(128, 1024);
   } else {
@@ -42,8 +55,7 @@ void require_block_size(const AttentionCall& call) {
           std::to_string(elements) + " elements are beyond the range of int32");
 }
 
-// Head sizes of the packed layouts: 64 and 128, 192 with values of 128, and in TND any size up to 256 that the
-// high-precision kernel takes.
+// Head sizes of the packed layouts: 64 and 128, 192 with values of 128, and those of the ragged kernel.
 void require_packed_dims(const AttentionCall& call) {
   const int64_t d = call.query_dim, v = call.value_dim;
   if (d == v && (d == 64 || d == 128)) return;
@@ -58,6 +70,14 @@ void require_packed_dims(const AttentionCall& call) {
   require(call.inner_precise == 0 || (call.inner_precise == 1 && half_of_many), "inner_precise",
           std::to_string(call.inner_precise) + " is not supported for the head size " + std::to_string(d) +
               " (only 64, 128 and 192 with values of 128 have a high-performance kernel)");
+  const RaggedKernel kernel = ragged_kernel();
+  require(kernel.windows || call.sparse_mode != 4, "sparse_mode",
+          "4 is not supported for the head size " + std::to_string(d) + " before CANN 9.0");
+  require(kernel.single_heads || call.heads != call.kv_heads ||
+              (half_of_many && call.inner_precise == 1 && !call.mask && !call.paged()),
+          call.names.kv_heads,
+          "as many as query heads, of size " + std::to_string(d) +
+              ", need float16, inner_precise 1, no mask and no block table before CANN 9.0");
 }
 
 void require_dims(const AttentionCall& call) {

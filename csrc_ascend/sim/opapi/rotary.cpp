@@ -52,16 +52,21 @@ OPERATOR(aclnnRotaryPositionEmbedding, (In x, In cos, In sin, int64_t mode, Out 
   return [=] { out.set(rotated(x, cos, sin, mode == 1)); };
 })
 
-// Layouts: 1 is (batch, rows, heads, dim), 4 is (tokens, heads, dim); 2 and 3 are not for these chips.
+// Layouts: 1 is (batch, rows, heads, dim), 4 is (tokens, heads, dim); 2 and 3 are not for these chips. Before
+// CANN 9.0 the operator takes the first alone, with heads of 128.
 OPERATOR(aclnnApplyRotaryPosEmbV2, (Out query, Out key, In cos, In sin, int64_t layout, Text rotary_mode), {
   query.in(chip_floats());
-  require(layout == 1 || layout == 4, "layout", std::to_string(layout) + " is not supported (1 BSND or 4 TND)");
+  const bool old = cann() < 900;
+  require(
+      layout == 1 || (layout == 4 && !old), "layout",
+      std::to_string(layout) + (old ? " is not supported (1 BSND)" : " is not supported (1 BSND or 4 TND)"));
   require(rotary_mode == "half", "rotary_mode", "\"" + rotary_mode + "\" is not supported (half)");
   const int64_t axes = layout == 1 ? 4 : 3;
   query.rank(axes, axes);
   key.like(query).rank(axes, axes);
   const int64_t dim = query.size(-1);
-  require(dim == 64 || dim == 128, "query", "head size " + std::to_string(dim) + " must be 64 or 128");
+  require((dim == 64 && !old) || dim == 128, "query",
+          "head size " + std::to_string(dim) + (old ? " must be 128" : " must be 64 or 128"));
   std::vector<int64_t> wanted = query.sizes().vec();
   wanted[axes - 2] = key.size(axes - 2);
   key.shaped(wanted);

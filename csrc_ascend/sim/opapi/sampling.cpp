@@ -5,12 +5,17 @@
 namespace ascend_sim {
 namespace {
 
-void require_k(const In& k, int64_t vocabulary) {
-  if (k.numel() == 0) return;
-  const int64_t low = k.min().item<int64_t>(), high = k.max().item<int64_t>();
+// How many of the largest logits each row keeps. CANN 9 takes k outside of 1 to 1024 and k of the whole
+// vocabulary as none; older releases do not take them.
+at::Tensor kept(const In& k, int64_t vocabulary) {
+  const at::Tensor wide = k.to(at::kLong);
   const int64_t most = std::min<int64_t>(1024, vocabulary);
-  require(low >= 1 && high <= most, "k",
-          std::to_string(low < 1 ? low : high) + " is outside [1, " + std::to_string(most) + "]");
+  const at::Tensor outside = wide.lt(1).logical_or(wide.gt(most));
+  if (cann() < 900 && outside.any().item<bool>()) {
+    const int64_t found = wide.masked_select(outside)[0].item<int64_t>();
+    require(false, "k", std::to_string(found) + " is outside [1, " + std::to_string(most) + "]");
+  }
+  return wide.masked_fill(outside, vocabulary);
 }
 
 void require_p(const In& p) {
@@ -29,12 +34,12 @@ OPERATOR(aclnnApplyTopKTopP, (In logits, Maybe p, Maybe k, Out out), {
   if (k) k->in({at::kInt}).shaped({logits.size(0)});
   out.like(logits).shaped(logits.sizes());
   return [=] {
-    if (k) require_k(*k, logits.size(1));
     if (p) require_p(*p);
     auto [values, order] = logits.sort(true, -1, false);
     at::Tensor sorted = values.to(at::kFloat);
     if (k) {
-      const at::Tensor threshold = sorted.gather(1, (logits.size(1) - k->to(at::kLong)).unsqueeze(1));
+      const int64_t vocabulary = logits.size(1);
+      const at::Tensor threshold = sorted.gather(1, (vocabulary - kept(*k, vocabulary)).unsqueeze(1));
       sorted = sorted.masked_fill(sorted.lt(threshold), -INFINITY);
     }
     if (p) {
