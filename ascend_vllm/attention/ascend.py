@@ -23,9 +23,9 @@ from ascend_vllm.attention.ascend_calls import (
     store_kv,
     window_masks,
 )
-from ascend_vllm.attention.ascend_custom import CustomAttention, store_kv_custom
+from ascend_vllm.attention.ascend_custom import CustomAttention, norm_rope_store, store_kv_custom
 from ascend_vllm.attention.ascend_plan import Part, RowKind, split_rows
-from ascend_vllm.attention.backend import AttentionSpec, ForwardBatch, RotaryStep
+from ascend_vllm.attention.backend import AttentionSpec, ForwardBatch, HeadNorms, RotaryStep
 from ascend_vllm.ops import ascend_custom
 from ascend_vllm.types.kv_cache import KVCacheSpec
 
@@ -55,6 +55,7 @@ class AscendAttention(AscendBackend):
         self._family = envs.ascend_attention_ops()
         self._ops: AttentionOps = _FAMILIES[self._family](block_size)
         self._custom = ascend_custom.enabled()
+        self.norms_heads = "norm_rope_store" in self._custom
         self._store_kv = store_kv_custom if "store_kv" in self._custom else store_kv
         if self._custom:
             self._ops = CustomAttention(self._ops, self._custom, self.precision)
@@ -111,30 +112,73 @@ class AscendAttention(AscendBackend):
         metadata: AscendStep,
         rotary: RotaryStep | None = None,
     ) -> torch.Tensor:
+        return self._forward(spec, query, key, value, kv_cache, metadata, rotary, None)
+
+    def forward_normed(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: ForwardBatch,  # noqa: ARG002 - `prepare` has read it
+        metadata: AscendStep,
+        rotary: RotaryStep | None,
+        norms: HeadNorms,
+    ) -> torch.Tensor:
+        return self._forward(spec, query, key, value, kv_cache, metadata, rotary, norms)
+
+    def _forward(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AscendStep,
+        rotary: RotaryStep | None,
+        norms: HeadNorms | None,
+    ) -> torch.Tensor:
         if self._mask is None:
             raise RuntimeError("the attention backend has no KV cache: call bind first")
+        num_tokens, head_size = query.shape[0], spec.head_size
+        if "norm_rope_store" in self._custom and not metadata.is_compiled:
+            keeps_keys = any(part.part.kind == RowKind.PROMPT for part in metadata.parts)
+            stored = norm_rope_store(
+                spec, query, key, value, kv_cache, metadata.slots, rotary, norms, keeps_keys=keeps_keys
+            )
+            if stored is not None:
+                return self._attend(spec, *stored, kv_cache, metadata)
+        if norms is not None:
+            query, key = norms.apply(query, key)
         if rotary is not None:
             rotary.rotate(query, key, spec.head_size)
-        num_tokens, head_size = query.shape[0], spec.head_size
         # the operators take no strided rows, such as those of a fused projection
         key = key.contiguous().view(num_tokens, spec.num_kv_heads, head_size)
         value = value.contiguous().view(num_tokens, spec.num_kv_heads, head_size)
-        key_cache, value_cache = kv_cache.unbind(0)
         if metadata.is_compiled:
             query = torch.ops.ascend_vllm.ascend_store_and_take(query, key, value, kv_cache, metadata.slots)
         else:
             self._store_kv(key, value, kv_cache, metadata.slots)
-        layer = LayerInput(
-            spec,
-            query.contiguous().view(num_tokens, spec.num_heads, head_size),
-            key,
-            value,
-            key_cache.flatten(2),
-            value_cache.flatten(2),
-        )
-        outputs = [
-            self._ops.attend(layer, part, self._mask).view(-1, spec.num_heads * head_size) for part in metadata.parts
-        ]
+        query = query.contiguous().view(num_tokens, spec.num_heads, head_size)
+        return self._attend(spec, query, key, value, kv_cache, metadata)
+
+    def _attend(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AscendStep,
+    ) -> torch.Tensor:
+        """[T, N*D]; the arguments are those of `LayerInput`."""
+        if self._mask is None:
+            raise RuntimeError("the attention backend has no KV cache: call bind first")
+        key_cache, value_cache = kv_cache.unbind(0)
+        layer = LayerInput(spec, query, key, value, key_cache.flatten(2), value_cache.flatten(2))
+        width = spec.num_heads * spec.head_size
+        outputs = [self._ops.attend(layer, part, self._mask).view(-1, width) for part in metadata.parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _upload(self, part: Part, batch: ForwardBatch) -> DevicePart:

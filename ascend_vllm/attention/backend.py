@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from ascend_vllm.config.engine import EngineConfig
-from ascend_vllm.ops.elementwise import rotary_embedding
+from ascend_vllm.ops.elementwise import rms_norm, rotary_embedding
 from ascend_vllm.types.kv_cache import KEY_VALUE, LATENT, KVCacheSpec
 
 # One layer's KV cache as its backend makes it (`AttentionBackend.make_cache`): a tensor of `kv_cache_shape`, or with
@@ -152,6 +152,24 @@ class RotaryStep:
         rotary_embedding(self.positions, query, key, head_size, self.cos_sin, self.is_neox)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Root-mean-square norms of each head of queries and keys, before they are rotated (Qwen3)."""
+
+    # [D] each, in the model's dtype
+    query_weight: torch.Tensor
+    key_weight: torch.Tensor
+    epsilon: float
+
+    def apply(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """query [T, N*D] and key [T, K*D] → the same, contiguous."""
+        return self._norm(query, self.query_weight), self._norm(key, self.key_weight)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        heads: torch.Tensor = rms_norm(x.view(x.shape[0], -1, weight.shape[0]), weight, self.epsilon)
+        return heads.view(x.shape)
+
+
 class AttentionBackend(abc.ABC):
     """Attention over a paged KV cache on one kind of device. One object serves all layers of a model.
 
@@ -163,6 +181,7 @@ class AttentionBackend(abc.ABC):
         head_sizes: that it supports; so with `block_sizes`.
         changes_scores: it supports soft caps and ALiBi.
         supports_latent: it supports latent attention, by `forward_latent`.
+        norms_heads: it has `forward_normed`.
     """
 
     name: str
@@ -171,6 +190,7 @@ class AttentionBackend(abc.ABC):
     block_sizes: tuple[int, ...]
     changes_scores: bool = False
     supports_latent: bool = False
+    norms_heads: bool = False
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -333,6 +353,21 @@ class AttentionBackend(abc.ABC):
         Returns:
             [T, N*D], in query's dtype.
         """
+
+    def forward_normed(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: LayerCache,
+        batch: ForwardBatch,
+        metadata: Any,
+        rotary: RotaryStep | None,
+        norms: HeadNorms,
+    ) -> torch.Tensor:
+        """`forward` of queries and keys whose heads are to be normalised first; only where `norms_heads` is set."""
+        raise NotImplementedError(f"attention backend {self.name} does not normalise heads")
 
     def forward_latent(
         self,

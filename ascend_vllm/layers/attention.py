@@ -11,6 +11,7 @@ from ascend_vllm.attention.backend import (
     AttentionBackend,
     AttentionSpec,
     ForwardBatch,
+    HeadNorms,
     LatentWeights,
     LayerCache,
     RotaryStep,
@@ -130,12 +131,24 @@ class Attention(Layer):
         return self._kv_cache.spec(block_size, spec.num_kv_heads, spec.head_size, dtype, self._cache_format)
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: ForwardContext
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: ForwardContext,
+        norms: HeadNorms | None = None,
     ) -> torch.Tensor:
-        """query [T, N*D], key and value [T, K*D] → [T, N*D]; rotates query and key, stores key and value."""
+        """query [T, N*D], key and value [T, K*D] → [T, N*D].
+
+        Normalises the heads of query and key, rotates them, and stores key and value.
+        """
         cache = context.kv_caches[self.index]
         rotary = context.local_rotary if self._is_local else context.rotary
         folded, step = self._folded, (cache, context.batch, context.metadata)
+        if norms is not None:
+            if folded is None and context.backend.norms_heads:
+                return context.backend.forward_normed(self.spec, query, key, value, *step, rotary, norms)
+            query, key = norms.apply(query, key)
         if folded is None:
             return context.backend.forward(self.spec, query, key, value, *step, rotary)
         if rotary is not None:

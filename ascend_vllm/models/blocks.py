@@ -14,7 +14,14 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ascend_vllm.attention.backend import AttentionBackend, AttentionSpec, ForwardBatch, LayerCache, RotaryStep
+from ascend_vllm.attention.backend import (
+    AttentionBackend,
+    AttentionSpec,
+    ForwardBatch,
+    HeadNorms,
+    LayerCache,
+    RotaryStep,
+)
 from ascend_vllm.config.arch import FULL_ATTENTION, SLIDING_ATTENTION, ArchConfig, LayerPlan, required
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.errors import ModelLoadError
@@ -223,7 +230,9 @@ class RotaryAttention(Layer):
         if arch.qk_norm:
             self.q_norm = _rms_norm(arch, context, f"{prefix}.q_norm", head_size)
             self.k_norm = _rms_norm(arch, context, f"{prefix}.k_norm", head_size)
-        self._head_size = head_size
+        self._norms: HeadNorms | None = None
+        if self.q_norm is not None and self.k_norm is not None:
+            self._norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.epsilon)
         slopes: torch.Tensor | None = None
         if arch.alibi_slopes:
             own = self.qkv_proj.heads
@@ -247,14 +256,7 @@ class RotaryAttention(Layer):
     def forward(self, x: Activation, context: ForwardContext) -> torch.Tensor:
         """[T, H] → [T, H]."""
         query, key, value = self.qkv_proj.project(x)
-        if self.q_norm is not None and self.k_norm is not None:
-            query = self._norm_heads(self.q_norm, query)
-            key = self._norm_heads(self.k_norm, key)
-        return self.o_proj.forward(self.attention.forward(query, key, value, context))
-
-    def _norm_heads(self, norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
-        heads: torch.Tensor = norm.forward(x.view(x.shape[0], -1, self._head_size))
-        return heads.view(x.shape)
+        return self.o_proj.forward(self.attention.forward(query, key, value, context, self._norms))
 
 
 class DecoderLayer(Layer):

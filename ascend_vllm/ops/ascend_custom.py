@@ -29,6 +29,7 @@ DIRECTORY = pathlib.Path(__file__).resolve().parent.parent / "_npu"
 # operators that this package calls, and under which environment variable
 CONDITIONS: dict[str, str] = {
     "edit_and_sample": "",
+    "norm_rope_store": "",
     "store_kv": "",
     "prefix_attention": "USE_PREFIX_HIGH_PRECISION_MODE=1",
     "decode_attention": "USE_IFA_HIGH_PRECISION_MODE=1",

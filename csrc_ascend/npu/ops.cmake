@@ -4,5 +4,6 @@ set(ASCEND_VLLM_NPU_OPS
     edit_and_sample
     lora_expand
     lora_shrink
+    norm_rope_store
     prefix_attention
     store_kv)

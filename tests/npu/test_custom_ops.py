@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ascend_vllm.attention.ascend_plan import RowKind
+from ascend_vllm.attention.backend import HeadNorms, RotaryStep
 from ascend_vllm.ops import ascend_custom
 from ascend_vllm.ops.paged import make_paged_problem, store_kv
 from ascend_vllm.ops.registry import OPS
@@ -23,6 +24,7 @@ from tests.npu.test_attention_backend import (
     CHUNKS,
     DECODE,
     MIXED,
+    PROMPTS,
     Problem,
     Rows,
     check,
@@ -30,7 +32,8 @@ from tests.npu.test_attention_backend import (
     make_problem,
     spec_of,
 )
-from tests.npu.test_graphs import PROMPTS, generate, make_engine
+from tests.npu.test_graphs import PROMPTS as TEXTS
+from tests.npu.test_graphs import generate, make_engine
 from tests.npu_kernels.layouts import BLOCK_TOKEN_HEAD, FRACTAL_NZ, from_reference, to_reference
 
 NPU = torch.device("npu:0")
@@ -244,6 +247,51 @@ def test_a_part_behind_others_starts_at_its_own_token(use: Use) -> None:
     check(problem)
 
 
+@pytest.mark.parametrize("family", ["fused", "flash"])
+@pytest.mark.parametrize("has_norms", [True, False], ids=["norms", "no norms"])
+def test_heads_are_normalised_rotated_and_stored_in_one_launch(use: Use, family: str, has_norms: bool) -> None:
+    """The same results as by one operator after another, but for rounding between them."""
+    generator = torch.Generator().manual_seed(6)
+    norms = None
+    if has_norms:
+        weights = [(torch.rand(64, generator=generator) + 0.5).half().to(NPU) for _ in range(2)]
+        norms = HeadNorms(weights[0], weights[1], 1e-6)
+    angles = torch.rand(400, 32, generator=generator) * 6
+    table = torch.cat((angles.cos(), angles.sin()), dim=1).to(NPU)
+    for rows in (DECODE, PROMPTS, MIXED):
+        problem = make_problem(rows, spec_of())
+        results = []
+        for names in ("", "norm_rope_store"):
+            use(names, ASCEND_VLLM_ATTENTION_OPS=family)
+            backend, kv_cache = make_backend(problem)
+            parts = [part.clone() for part in problem.fused.clone().split_with_sizes([256, 128, 128], dim=1)]
+            step, rotary = backend.prepare(problem.batch), RotaryStep(problem.batch.positions, table, is_neox=True)
+            assert backend.norms_heads == bool(names)
+            with traced() as calls:
+                arguments = (problem.spec, *parts, kv_cache, problem.batch, step, rotary)
+                output = backend.forward(*arguments) if norms is None else backend.forward_normed(*arguments, norms)
+            launched = [call["op"] for call in calls]
+            assert ("norm_rope_store_f16" in launched) == bool(names)
+            assert (len(launched) <= 4 or family == "flash") or not names
+            pool = kv_cache.cpu()[:, : problem.num_blocks]
+            results.append((output.cpu().float(), pool.nan_to_num(7.0).float()))
+        for got, expected in zip(results[1], results[0], strict=True):
+            torch.testing.assert_close(got, expected, rtol=4e-3, atol=6e-3)
+
+
+def test_what_the_fused_write_does_not_support_is_done_by_others(use: Use) -> None:
+    use("norm_rope_store")
+    problem = make_problem(DECODE, spec_of())
+    backend, kv_cache = make_backend(problem)
+    table = torch.rand(400, 64).to(NPU)
+    rotary = RotaryStep(problem.batch.positions, table, is_neox=False)
+    with traced() as calls:
+        backend.forward(
+            problem.spec, *problem.parts(), kv_cache, problem.batch, backend.prepare(problem.batch), rotary
+        )
+    assert "norm_rope_store_f16" not in [call["op"] for call in calls]
+
+
 def test_graphs_decode_with_them(use: Use) -> None:
     """Lengths grow from replay to replay, which only the device's memory tells these operators."""
     answers = []
@@ -251,9 +299,10 @@ def test_graphs_decode_with_them(use: Use) -> None:
         use("all", **PRECISE)
         engine = make_engine(enforce_eager=enforce_eager, capture_sizes=(3,), max_num_seqs=3)
         with traced() as calls:
-            answers.append(generate(engine, PROMPTS[:2], max_tokens=5, repetition_penalty=1.2))
+            answers.append(generate(engine, TEXTS[:2], max_tokens=5, repetition_penalty=1.2))
         names = [call["op"] for call in calls]
         assert names.count("edit_and_sample_f32") + names.count("edit_and_sample_f16") == 5
+        assert "norm_rope_store_f16" in names
         # a replay launches nothing by itself
         assert ("decode_attention_f16" in names) == enforce_eager
     assert answers[0] == answers[1]

@@ -14,6 +14,8 @@
 #include "npu/lora_expand/op_kernel.cpp"
 #include "npu/lora_shrink/op_host.cpp"
 #include "npu/lora_shrink/op_kernel.cpp"
+#include "npu/norm_rope_store/op_host.cpp"
+#include "npu/norm_rope_store/op_kernel.cpp"
 #include "npu/prefix_attention/op_host.cpp"
 #include "npu/prefix_attention/op_kernel.cpp"
 #include "npu/store_kv/op_host.cpp"
@@ -104,7 +106,21 @@ void run_edit_and_sample_op(Call& call) {
   launch_edit_and_sample(LogitType(n[0]), tiled.cores, &call.memory, tensors, call.place(tiled.params));
 }
 
+void run_norm_rope_store_op(Call& call) {
+  const auto* n = call.numbers;
+  const auto number = [n](int index) { return static_cast<std::int32_t>(n[index]); };
+  auto tiled =
+      tile_norm_rope_store({number(1), number(2), number(3), number(4), number(5), number(6), number(7),
+                            number(8), number(9), number(10), static_cast<float>(call.reals[0])},
+                           call.cores);
+  const NormRopeStoreTensors tensors{call.data(0),  call.data(1),  call.data(2), call.data(3), call.data(4),
+                                     call.data(5),  call.data(6),  call.data(7), call.data(8), call.data(9),
+                                     call.data(10), call.data(11), call.data(12)};
+  launch_norm_rope_store(DataType(n[0]), tiled.cores, &call.memory, tensors, call.place(tiled.params));
+}
+
 const std::map<std::string, std::function<void(Call&)>> kRunners = {
+    {"norm_rope_store", run_norm_rope_store_op},
     {"edit_and_sample", run_edit_and_sample_op},
     {"lora_shrink", run_lora_shrink_op},
     {"lora_expand", run_lora_expand_op},

@@ -6,6 +6,10 @@ TORCH_LIBRARY(ascend_vllm_npu, m) {
       "store_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
       "str layout) -> ()");
   m.def(
+      "norm_rope_store(Tensor query, Tensor key, Tensor value, Tensor? query_weight, Tensor? key_weight, "
+      "float epsilon, Tensor positions, Tensor cos_sin, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+      "Tensor slot_mapping, bool keeps_keys) -> (Tensor, Tensor, Tensor)");
+  m.def(
       "prefix_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, "
       "Tensor query_start, Tensor seq_lens, float scale, int sliding_window, int num_kv_heads, str layout) -> "
       "Tensor");

@@ -8,5 +8,6 @@
 #include "npu/edit_and_sample/op_host.cpp"
 #include "npu/lora_expand/op_host.cpp"
 #include "npu/lora_shrink/op_host.cpp"
+#include "npu/norm_rope_store/op_host.cpp"
 #include "npu/prefix_attention/op_host.cpp"
 #include "npu/store_kv/op_host.cpp"

@@ -35,5 +35,6 @@ void launch_on_stream(const std::string& name, int cores, void* stream, std::fun
 #include "npu/edit_and_sample/op_kernel.cpp"
 #include "npu/lora_expand/op_kernel.cpp"
 #include "npu/lora_shrink/op_kernel.cpp"
+#include "npu/norm_rope_store/op_kernel.cpp"
 #include "npu/prefix_attention/op_kernel.cpp"
 #include "npu/store_kv/op_kernel.cpp"
