@@ -60,6 +60,9 @@ class ForwardBatch:
     # maximum query tokens of a row, and maximum sequence length, on the host
     max_query_len: int
     max_seq_len: int
+    # [S] int64, device, at least one: the tokens whose hidden states are wanted, which the last layer computes
+    # alone; None: all
+    output_indices: torch.Tensor | None = None
     # step state (layers/step_state.py) by name: [T, …] or [R, …], device, in fixed memory
     state: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=lambda: NO_STATE)
 

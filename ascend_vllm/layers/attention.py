@@ -31,6 +31,7 @@ class ForwardContext:
         metadata: result of `AttentionBackend.prepare`.
         rotary: positions and cos/sin table of this step; None for models without rotary embedding.
         local_rotary: the same for layers with rotary positions of their own.
+        output_indices: [S], the tokens that the layer goes on with behind attention; None: all.
     """
 
     batch: ForwardBatch
@@ -39,6 +40,11 @@ class ForwardContext:
     metadata: Any
     rotary: RotaryStep | None = None
     local_rotary: RotaryStep | None = None
+    output_indices: torch.Tensor | None = None
+
+    def of_outputs(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, …] → [S, …], the rows of the tokens that the layer goes on with."""
+        return x if self.output_indices is None else x[self.output_indices]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

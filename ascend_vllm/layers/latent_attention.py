@@ -114,7 +114,7 @@ class LatentAttention(Layer):
         del self._kv_b
 
     def forward(self, x: Activation, context: ForwardContext) -> torch.Tensor:
-        """[T, H] → [T, H].
+        """[T, H] → [T, H], or [S, H] of `ForwardContext.output_indices`.
 
         Raises:
             RuntimeError: the weights are not loaded.
@@ -127,7 +127,8 @@ class LatentAttention(Layer):
         query = first
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
             query = self.q_b_proj.forward(self.q_a_layernorm.forward(first))
-        return self.o_proj.forward(self.attention.forward_latent(query, latent, self._weights, context))
+        attended = self.attention.forward_latent(query, latent, self._weights, context)
+        return self.o_proj.forward(context.of_outputs(attended))
 
 
 def _projections(

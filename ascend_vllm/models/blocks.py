@@ -254,9 +254,10 @@ class RotaryAttention(Layer):
         return self.qkv_proj.activation_quant
 
     def forward(self, x: Activation, context: ForwardContext) -> torch.Tensor:
-        """[T, H] → [T, H]."""
+        """[T, H] → [T, H], or [S, H] of `ForwardContext.output_indices`."""
         query, key, value = self.qkv_proj.project(x)
-        return self.o_proj.forward(self.attention.forward(query, key, value, context, self._norms))
+        attended = self.attention.forward(query, key, value, context, self._norms)
+        return self.o_proj.forward(context.of_outputs(attended))
 
 
 class DecoderLayer(Layer):
@@ -286,7 +287,9 @@ class DecoderLayer(Layer):
         quant = self.mlp.activation_quant
         self.post_attention_layernorm = _norm(arch, context, f"{prefix}.post_attention_layernorm", quant)
 
-    def forward(self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """One layer.
 
         Args:
@@ -296,13 +299,15 @@ class DecoderLayer(Layer):
             context: of this step.
 
         Returns:
-            [T, H], which the next norm adds to the residual.
+            [T, H], which the next norm adds to the residual, and the residual; of `ForwardContext.output_indices`
+            both are [S, H].
         """
         norm = self.input_layernorm
         normed = norm.forward(residual) if x is None else norm.forward_add(x, residual)
         x = self._finish(self.self_attn.forward(normed, context), self.post_self_attn_layernorm)
+        residual = context.of_outputs(residual)
         x = self.mlp.forward(self.post_attention_layernorm.forward_add(x, residual))
-        return self._finish(x, self.post_mlp_layernorm)
+        return self._finish(x, self.post_mlp_layernorm), residual
 
     def _finish(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         """What is added to the residual: x normalised and scaled, if the family does that; x is overwritten."""
@@ -323,13 +328,17 @@ class ParallelDecoderLayer(DecoderLayer):
             _norm(arch, context, f"{prefix}.{name}", quant) for name, quant in zip(names, quants, strict=True)
         ]
 
-    def forward(self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `DecoderLayer.forward`."""
         normed = self._norms[0].forward(residual) if x is None else self._norms[0].forward_add(x, residual)
         attended = self.self_attn.forward(normed, context)
         if len(self._norms) > 1:
-            normed = self._norms[1].forward(residual)
-        return attended.add_(self.mlp.forward(normed))
+            residual = context.of_outputs(residual)
+            return attended.add_(self.mlp.forward(self._norms[1].forward(residual))), residual
+        # what norms return may be quantized, and rows of that cannot be taken
+        return attended.add_(context.of_outputs(self.mlp.forward(normed))), context.of_outputs(residual)
 
 
 class CausalLM(Layer, abc.ABC):
@@ -430,7 +439,8 @@ class CausalLM(Layer, abc.ABC):
             hidden: [T, H] in the model's dtype, output of the previous stage; overwritten. None in the first stage.
 
         Returns:
-            [T, H] in the model's dtype: input of `compute_logits`, or of the next stage.
+            [T, H] in the model's dtype: input of `compute_logits`, or of the next stage. Models may return [S, H] of
+            `ForwardBatch.output_indices` instead.
         """
 
     def output_states(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -504,7 +514,9 @@ class DecoderForCausalLM(CausalLM):
         # results must not depend on the number of stages
         x = torch.zeros_like(residual) if self.embed_tokens is None else None
         for layer in self.decoder_layers:
-            x = layer.forward(x, residual, context)
+            if layer is self.decoder_layers[-1] and self.norm is not None:
+                context.output_indices = batch.output_indices
+            x, residual = layer.forward(x, residual, context)
         if self.norm is None:
             # the sum is what the next stage's first norm reads
             return residual if x is None else residual.add_(x)

@@ -95,8 +95,14 @@ class HostBatch:
     row_values: dict[str, npt.NDArray[Any]] | None
     row_state: RowState
 
-    def to_device(self, device: torch.device) -> ForwardBatch:
-        """The batch as tensors."""
+    def to_device(self, device: torch.device, *, only_outputs: bool = False) -> ForwardBatch:
+        """The batch as tensors.
+
+        Args:
+            device: of the tensors.
+            only_outputs: hidden states are wanted of no tokens but `logits_indices`. With step state they are
+                computed for all tokens, as layers with such state expect.
+        """
         input_ids, positions, slot_mapping, query_start, seq_lens, block_table, logits_indices = upload_all(
             (
                 self.input_ids,
@@ -109,6 +115,9 @@ class HostBatch:
             ),
             device,
         )
+        output_indices = None
+        if only_outputs and self.row_values is None and len(self.logits_indices) < len(self.input_ids):
+            output_indices = logits_indices if len(self.logits_indices) else query_start[:1].long()
         return ForwardBatch(
             input_ids=input_ids,
             positions=positions,
@@ -121,6 +130,7 @@ class HostBatch:
             seq_lens_np=self.seq_lens,
             max_query_len=self.max_query_len,
             max_seq_len=self.max_seq_len,
+            output_indices=output_indices,
             state=NO_STATE if self.row_values is None else place_values(self.row_state, self.row_values, device),
         )
 

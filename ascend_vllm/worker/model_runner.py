@@ -57,7 +57,7 @@ class ModelForward:
         self._link = link
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """[T, H] of a batch's tokens."""
+        """[T, H] of a batch's tokens, or [S, H] of its `output_indices`."""
         metadata = self._backend.prepare(batch)
         hidden = None if self._link is None else self._link.receive(len(batch.input_ids))
         return self._model.forward(batch, self._kv_caches, self._backend, metadata, hidden)
@@ -156,7 +156,7 @@ class ModelRunner:
     def _forward_and_sample(self, step: SchedulerOutput, slots: Int64Array, num_scheduled: Int64Array) -> StepOutput:
         """Computes the rows' next tokens, and samples for rows whose known tokens are all computed."""
         host_batch = self._batch.build(slots, num_scheduled)
-        batch = host_batch.to_device(self._device)
+        batch = host_batch.to_device(self._device, only_outputs=not self._scorer.requests)
         hidden = self._hidden(batch)
         prompts = self._scorer.score(host_batch, slots, hidden) if self._scorer.requests else []
         self._batch.advance(slots, num_scheduled)
@@ -194,7 +194,10 @@ class ModelRunner:
         )
 
     def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
-        """[T, H] of the step's tokens; results of graphs are valid until the graphs run again."""
+        """[T, H] of the step's tokens, or [S, H] of `ForwardBatch.output_indices`.
+
+        Results of graphs are valid until the graphs run again.
+        """
         graphs, hidden = self._graphs, None
         if graphs is not None and batch.max_query_len in graphs.query_lens:
             hidden = graphs.run(batch)

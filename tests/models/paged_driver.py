@@ -98,8 +98,8 @@ class PagedDriver:
             self.kv_caches.append(self.backend.make_cache(memory, len(order), cache).fill_(100.0))
         self.lengths = [0] * max_rows
 
-    def step(self, new_tokens: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
-        """Appends tokens to rows, all in one batch; returns float32 log-probabilities [tokens, V] per row."""
+    def append(self, new_tokens: Mapping[int, Sequence[int]]) -> ForwardBatch:
+        """Appends tokens to rows; returns the batch that computes them."""
         positions, slots = [], []
         for row, tokens in new_tokens.items():
             row_positions = torch.arange(self.lengths[row], self.lengths[row] + len(tokens))
@@ -110,7 +110,7 @@ class PagedDriver:
         counts = [len(tokens) for tokens in new_tokens.values()]
         rows = list(new_tokens)
         seq_lens = [self.lengths[row] for row in rows]
-        batch = ForwardBatch(
+        return ForwardBatch(
             input_ids=torch.tensor([token for tokens in new_tokens.values() for token in tokens]),
             positions=torch.cat(positions),
             slot_mapping=torch.cat(slots),
@@ -123,9 +123,16 @@ class PagedDriver:
             max_query_len=max(counts),
             max_seq_len=max(seq_lens),
         )
-        hidden = self.model.forward(batch, self.kv_caches, self.backend, self.backend.prepare(batch))
-        log_probs = self.model.compute_logits(hidden).float().log_softmax(-1)
-        return dict(zip(rows, log_probs.split(counts), strict=True))
+
+    def hidden(self, batch: ForwardBatch) -> torch.Tensor:
+        """Computes a batch; returns what the model's forward does."""
+        return self.model.forward(batch, self.kv_caches, self.backend, self.backend.prepare(batch))
+
+    def step(self, new_tokens: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
+        """Appends tokens to rows, all in one batch; returns float32 log-probabilities [tokens, V] per row."""
+        log_probs = self.model.compute_logits(self.hidden(self.append(new_tokens))).float().log_softmax(-1)
+        counts = [len(tokens) for tokens in new_tokens.values()]
+        return dict(zip(new_tokens, log_probs.split(counts), strict=True))
 
 
 class TransformersModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -75,6 +76,16 @@ def test_chunked_prefill_equals_one_shot(name: str) -> None:
         parts.append(driver.step(step)[0])
         start += size
     torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "falcon", "falcon-new", "mixtral", "deepseek-v2-lite"])
+def test_hidden_states_of_some_tokens_are_those_of_the_whole_batch(name: str) -> None:
+    driver = PagedDriver(make_model_config(tiny_model(name), "bfloat16"))
+    batch = driver.append({0: random_tokens(70, VOCAB_SIZE, seed=5), 1: random_tokens(30, VOCAB_SIZE, seed=6)})
+    whole = driver.hidden(batch)
+    for wanted in ([69, 99], [0]):
+        some = driver.hidden(dataclasses.replace(batch, output_indices=torch.tensor(wanted)))
+        assert some.equal(whole[wanted])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
