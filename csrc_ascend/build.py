@@ -6,6 +6,7 @@ of the flags and of the compiler, so a second build with nothing changed only ch
 
     python csrc_ascend/build.py [--output FILE] [--jobs N] [--force]
     python csrc_ascend/build.py --sanitize address,undefined --output FILE
+    python csrc_ascend/build.py --check aarch64 [--output FILE]
 
 Without a compiler it warns loudly and succeeds: the package then computes on the references of its ops.
 """
@@ -52,14 +53,33 @@ _AVX512_FLAGS = (
 )  # fmt: skip
 _AVX512_VNNI_FLAGS = (*_AVX512_FLAGS, "-mavx512vnni")
 _AVX512_BF16_FLAGS = (*_AVX512_VNNI_FLAGS, "-mavx512bf16")
-# Instruction set -> flags; the sets a machine cannot have are not built for it.
-VARIANTS: dict[str, tuple[str, ...]] = {"scalar": ()}
-if platform.machine().lower() in ("x86_64", "amd64"):
-    VARIANTS |= {"avx2": _AVX2_FLAGS, "avx512": _AVX512_FLAGS, "avx512_vnni": _AVX512_VNNI_FLAGS}
-    VARIANTS |= {"avx512_bf16": _AVX512_BF16_FLAGS}
-    VARIANTS |= {"amx_bf16": (*_AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")}
-# What a kernel must ask for to be built for a set: the others would be the same as for the set below.
-ASKED_FOR = {"amx_bf16": "__AMX_BF16__", "avx512_vnni": "__AVX512VNNI__"}
+MACHINE = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
+# Machine -> instruction set -> flags; the sets a machine cannot have are not built for it.
+VARIANTS_OF: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "scalar": (),
+        "avx2": _AVX2_FLAGS,
+        "avx512": _AVX512_FLAGS,
+        "avx512_vnni": _AVX512_VNNI_FLAGS,
+        "avx512_bf16": _AVX512_BF16_FLAGS,
+        "amx_bf16": (*_AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    },
+    "aarch64": {
+        "scalar": (),
+        "neon": (),
+        "neon_dotprod": ("-march=armv8.2-a+dotprod",),
+        "neon_bf16": ("-march=armv8.2-a+dotprod+bf16+i8mm",),
+    },
+}
+VARIANTS = VARIANTS_OF.get(MACHINE, {"scalar": ()})
+# What the header of a kernel must mention to be built for a set: the others would be the same as for the set below.
+# On Arm that is what x86's sets for the same purpose ask for, products of bytes and products of matrices.
+ASKED_FOR = {
+    "amx_bf16": "__AMX_BF16__",
+    "avx512_vnni": "__AVX512VNNI__",
+    "neon_dotprod": "__AVX512VNNI__",
+    "neon_bf16": "__AMX_BF16__",
+}
 
 NO_COMPILER = """
 ********************************************************************************************
@@ -94,9 +114,10 @@ class Unit:
     include_dirs: tuple[pathlib.Path, ...] = ()
 
 
-def find_compiler() -> str | None:
-    """Path of the C++ compiler, or None."""
-    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
+def find_compiler(machine: str = MACHINE) -> str | None:
+    """Path of the C++ compiler for a machine, or None; for others than this one the name that Debian gives it."""
+    names = (os.environ.get("CXX"), "g++", "c++", "clang++") if machine == MACHINE else (f"{machine}-linux-gnu-g++",)
+    for name in names:
         if name and (path := shutil.which(name)):
             return path
     return None
@@ -124,32 +145,42 @@ def sanitizer_flags(sanitizers: str | None) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def units(further_flags: tuple[str, ...] = ()) -> list[Unit]:
-    """Every translation unit: dispatcher, team of threads, bindings, and each kernel once per instruction set.
+def kernel_units(machine: str = MACHINE, further_flags: tuple[str, ...] = ()) -> list[Unit]:
+    """What needs no torch: dispatcher, team of threads, and each kernel once per instruction set.
 
     Args:
+        machine: whose sets.
         further_flags: of every unit, behind its own.
     """
     cpu = SOURCE_ROOT / "cpu"
-    torch_include = (torch_dir() / "include",)
     found = [Unit(name, cpu / f"{name}.cpp", COMMON_FLAGS + further_flags) for name in ("dispatch", "team")]
-    # Bindings first: they take longest. Their own code is only argument checks, so light optimisation will do.
-    bind_flags = (*COMMON_FLAGS, "-O1", *further_flags)
-    found.extend(
-        Unit(f"bind-{source.stem}", source, bind_flags, include_dirs=torch_include)
-        for source in sorted((cpu / "bind").glob("*.cpp"))
-    )
     for kernel in sorted((cpu / "kernels").glob("*.h")):
         text = kernel.read_text()
         if "ASCEND_VLLM_DEFINE_KERNEL" not in text:
             continue  # a header shared by kernels
         define = f'-DASCEND_VLLM_KERNEL_HEADER="{kernel.relative_to(SOURCE_ROOT).as_posix()}"'
-        for isa, isa_flags in VARIANTS.items():
+        for isa, isa_flags in VARIANTS_OF.get(machine, VARIANTS).items():
             if ASKED_FOR.get(isa, "") not in text:
                 continue
             flags = (*COMMON_FLAGS, *KERNEL_FLAGS, *isa_flags, define, *further_flags)
             found.append(Unit(f"{kernel.stem}-{isa}", cpu / "variants" / f"{isa}.cpp", flags, kernel))
     return found
+
+
+def units(further_flags: tuple[str, ...] = ()) -> list[Unit]:
+    """Every translation unit of the library: `kernel_units`, and bindings.
+
+    Args:
+        further_flags: of every unit, behind its own.
+    """
+    torch_include = (torch_dir() / "include",)
+    # Bindings first: they take longest. Their own code is only argument checks, so light optimisation will do.
+    bind_flags = (*COMMON_FLAGS, "-O1", *further_flags)
+    bindings = [
+        Unit(f"bind-{source.stem}", source, bind_flags, include_dirs=torch_include)
+        for source in sorted((SOURCE_ROOT / "cpu" / "bind").glob("*.cpp"))
+    ]
+    return bindings + kernel_units(further_flags=further_flags)
 
 
 @functools.cache
@@ -301,6 +332,17 @@ def _prune(keep: set[pathlib.Path]) -> None:
             path.unlink(missing_ok=True)
 
 
+def _objects(compiler: str, wanted: list[Unit], jobs: int | None, force: bool) -> list[pathlib.Path]:
+    """The objects of units, of which those that are not cached are compiled, or all."""
+    compiler_id = run([compiler, "--version"])
+    _included.cache_clear()
+    targets = {unit: object_path(unit, compiler_id) for unit in wanted}
+    missing = {unit: path for unit, path in targets.items() if force or not path.exists()}
+    if missing:
+        _compile(compiler, missing, jobs)
+    return sorted(targets.values())
+
+
 def build_library(
     output: pathlib.Path = DEFAULT_OUTPUT,
     jobs: int | None = None,
@@ -325,15 +367,9 @@ def build_library(
     if compiler is None:
         print(NO_COMPILER, file=sys.stderr, flush=True)
         return False
-    compiler_id = run([compiler, "--version"])
-    _included.cache_clear()
+    further_flags = sanitizer_flags(sanitizers)
     with locked(CACHE):
-        further_flags = sanitizer_flags(sanitizers)
-        targets = {unit: object_path(unit, compiler_id) for unit in units(further_flags)}
-        missing = {unit: path for unit, path in targets.items() if force or not path.exists()}
-        if missing:
-            _compile(compiler, missing, jobs)
-        objects = sorted(targets.values())
+        objects = _objects(compiler, units(further_flags), jobs, force)
         stamp = hashlib.sha256("\n".join(path.name for path in objects).encode()).hexdigest()
         stamp_path = CACHE / f"{output.name}-{hashlib.sha256(str(output).encode()).hexdigest()[:8]}.stamp"
         current = output.exists() and stamp_path.exists() and stamp_path.read_text() == stamp
@@ -342,6 +378,31 @@ def build_library(
             stamp_path.write_text(stamp)
         _prune(set(objects))
     return True
+
+
+def build_check(output: pathlib.Path, machine: str, compiler: str, jobs: int | None = None) -> None:
+    """Builds the program of cpu/check, which compares kernels with plain references, without torch.
+
+    Args:
+        output: the program; linked statically, so that an emulator needs no other files.
+        machine: that it runs on.
+        compiler: for that machine.
+        jobs: compilers at a time; None for one per core.
+
+    Raises:
+        BuildError: a unit does not compile.
+    """
+    # inlined, or standard functions would be symbols that sets share
+    light = ("-O1", "-finline-functions", "-finline-small-functions")
+    checks = [
+        Unit(f"check-{source.stem}", source, COMMON_FLAGS + light)
+        for source in sorted((SOURCE_ROOT / "cpu" / "check").glob("*.cpp"))
+    ]
+    with locked(CACHE):
+        objects = _objects(compiler, checks + kernel_units(machine, light), jobs, force=False)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        run([compiler, "-static", "-fopenmp", *map(str, objects), "-o", str(output)])
+        _prune(set(objects))
 
 
 def main() -> int:
@@ -353,10 +414,26 @@ def main() -> int:
     parser.add_argument(
         "--sanitize", metavar="NAMES", help="sanitizers to build with, as behind the compiler's -fsanitize="
     )
+    parser.add_argument(
+        "--check", metavar="MACHINE", help="build the program that checks kernels instead: x86_64 or aarch64"
+    )
     args = parser.parse_args()
+    if args.check not in (None, *VARIANTS_OF):
+        parser.error(f"--check must be one of {', '.join(VARIANTS_OF)}")
+    if args.check and args.output == DEFAULT_OUTPUT:
+        args.output = CACHE.parent / f"check-{args.check}"
     if args.sanitize and args.output == DEFAULT_OUTPUT:
         parser.error("--sanitize needs another --output: such a library is loaded with the sanitizer's own only")
     try:
+        if args.check:
+            compiler = find_compiler(args.check)
+            if compiler is None:
+                raise BuildError(
+                    f"no compiler for {args.check} found; Debian: apt-get install g++-{args.check}-linux-gnu"
+                )
+            build_check(args.output.resolve(), args.check, compiler, args.jobs)
+            print(args.output)
+            return 0
         built = build_library(args.output.resolve(), args.jobs, args.force, args.sanitize)
     except BuildError as error:
         print(error, file=sys.stderr)

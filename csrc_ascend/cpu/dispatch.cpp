@@ -5,6 +5,9 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 #include <atomic>
@@ -14,7 +17,9 @@
 namespace ascend_vllm {
 namespace {
 
-constexpr const char* kNames[kNumIsas] = {"scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx_bf16"};
+#define ASCEND_VLLM_ISA_NAME_(isa, ...) #isa,
+constexpr const char* kNames[kNumIsas] = {ASCEND_VLLM_FOR_EACH_ISA(ASCEND_VLLM_ISA_NAME_)};
+#undef ASCEND_VLLM_ISA_NAME_
 
 #if defined(__x86_64__)
 // Requests the AMX tile state from Linux, ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA
@@ -42,21 +47,34 @@ bool machine_has(int isa) {
   const bool avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
   const bool avx512_bf16 = avx512_vnni && __builtin_cpu_supports("avx512bf16");
   switch (isa) {
-    case kAvx2:
+    case k_avx2:
       return avx2;
-    case kAvx512:
+    case k_avx512:
       return avx512;
-    case kAvx512Vnni:
+    case k_avx512_vnni:
       return avx512_vnni;
-    case kAvx512Bf16:
+    case k_avx512_bf16:
       return avx512_bf16;
-    case kAmxBf16:
+    case k_amx_bf16:
       return avx512_bf16 && has_tiles() && may_use_tiles();
     default:
       return true;
   }
+#elif defined(__aarch64__)
+  // Documentation/arch/arm64/elf_hwcaps.rst; every processor has ASIMD (NEON)
+  const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
+  constexpr unsigned long kSecond = HWCAP2_BF16 | HWCAP2_I8MM;
+  const bool dotprod = (first & HWCAP_ASIMDDP) != 0;
+  switch (isa) {
+    case k_neon_dotprod:
+      return dotprod;
+    case k_neon_bf16:
+      return dotprod && (second & kSecond) == kSecond;
+    default:
+      return true;
+  }
 #else
-  return isa == kScalar;
+  return isa == k_scalar;
 #endif
 }
 

@@ -15,8 +15,27 @@
 
 namespace ascend_vllm {
 
-// In ascending order of preference.
-enum Isa : int { kScalar, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmxBf16, kNumIsas };
+// Instruction sets of the processors that the library is built for, in ascending order of preference: calls
+// X(<name>, ...) for each of them; csrc_ascend/build.py has the same names.
+#if defined(__aarch64__)
+#define ASCEND_VLLM_FOR_EACH_ISA(X, ...) \
+  X(scalar, __VA_ARGS__)                 \
+  X(neon, __VA_ARGS__)                   \
+  X(neon_dotprod, __VA_ARGS__)           \
+  X(neon_bf16, __VA_ARGS__)
+#else
+#define ASCEND_VLLM_FOR_EACH_ISA(X, ...) \
+  X(scalar, __VA_ARGS__)                 \
+  X(avx2, __VA_ARGS__)                   \
+  X(avx512, __VA_ARGS__)                 \
+  X(avx512_vnni, __VA_ARGS__)            \
+  X(avx512_bf16, __VA_ARGS__)            \
+  X(amx_bf16, __VA_ARGS__)
+#endif
+
+#define ASCEND_VLLM_ISA_INDEX_(isa, ...) k_##isa,
+enum Isa : int { ASCEND_VLLM_FOR_EACH_ISA(ASCEND_VLLM_ISA_INDEX_) kNumIsas };
+#undef ASCEND_VLLM_ISA_INDEX_
 
 #ifndef ASCEND_VLLM_ISA
 
@@ -67,19 +86,13 @@ void call_variant(const Args& args, void (*const (&variants)[kNumIsas])(const Ar
   variants[isa](args);
 }
 
-#define ASCEND_VLLM_VARIANT_(op, Args, isa) \
+#define ASCEND_VLLM_DECLARE_VARIANT_(isa, op, Args) \
   extern "C" __attribute__((weak, visibility("hidden"))) void ascend_vllm_##op##_##isa(const Args&);
-#define ASCEND_VLLM_KERNEL(op, Args)                                                                          \
-  ASCEND_VLLM_VARIANT_(op, Args, scalar)                                                                      \
-  ASCEND_VLLM_VARIANT_(op, Args, avx2)                                                                        \
-  ASCEND_VLLM_VARIANT_(op, Args, avx512)                                                                      \
-  ASCEND_VLLM_VARIANT_(op, Args, avx512_vnni)                                                                 \
-  ASCEND_VLLM_VARIANT_(op, Args, avx512_bf16)                                                                 \
-  ASCEND_VLLM_VARIANT_(op, Args, amx_bf16)                                                                    \
-  inline void op##_kernel(const Args& args) {                                                                 \
-    call_variant<Args>(                                                                                       \
-        args, {ascend_vllm_##op##_scalar, ascend_vllm_##op##_avx2, ascend_vllm_##op##_avx512,                 \
-               ascend_vllm_##op##_avx512_vnni, ascend_vllm_##op##_avx512_bf16, ascend_vllm_##op##_amx_bf16}); \
+#define ASCEND_VLLM_VARIANT_(isa, op, ...) ascend_vllm_##op##_##isa,
+#define ASCEND_VLLM_KERNEL(op, Args)                                                \
+  ASCEND_VLLM_FOR_EACH_ISA(ASCEND_VLLM_DECLARE_VARIANT_, op, Args)                  \
+  inline void op##_kernel(const Args& args) {                                       \
+    call_variant<Args>(args, {ASCEND_VLLM_FOR_EACH_ISA(ASCEND_VLLM_VARIANT_, op)}); \
   }
 
 #else

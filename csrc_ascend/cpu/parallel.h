@@ -40,7 +40,7 @@ inline void parallel_for(int64_t n, int64_t work_per_item, const Body& body) {
     return;
   }
   const int64_t max_parts = std::max<int64_t>(threads, work / kMinWorkPerThread);
-  const int64_t parts = std::min({n, threads * kPartsPerThread, max_parts});
+  const int64_t parts = std::min(std::min(n, threads * kPartsPerThread), max_parts);
   run_parts(parts, threads, [&](int64_t part, int64_t) { body(n * part / parts, n * (part + 1) / parts); });
 }
 

@@ -56,6 +56,25 @@ inline VecF load(const float8_e4m3* p) {
   return _mm256_mul_ps(_mm256_cvtph_ps(exact), _mm256_set1_ps(256.0f));
 }
 
+#elif defined(ASCEND_VLLM_NEON)
+
+inline int16x8_t load_wide(const void* p) {
+  int8x8_t bytes = {};
+  std::memcpy(&bytes, p, kLanes);
+  return vmovl_s8(bytes);
+}
+inline VecF load(const int8_t* p) { return vcvtq_f32_s32(vmovl_s16(vget_low_s16(load_wide(p)))); }
+inline uint16x4_t load_high(const void* p) {
+  return vshl_n_u16(vreinterpret_u16_s16(vget_low_s16(load_wide(p))), 8);
+}
+inline VecF load(const float8_e5m2* p) { return widen_f16(load_high(p)); }
+inline VecF load(const float8_e4m3* p) {
+  const uint16x4_t bits = load_high(p), size = vand_u16(bits, vdup_n_u16(0x7f00));
+  const uint16x4_t halves = vorr_u16(vand_u16(bits, vdup_n_u16(0x8000)), vshr_n_u16(size, 1));
+  const uint16x4_t exact = vbsl_u16(vceq_u16(size, vdup_n_u16(0x7f00)), vdup_n_u16(0x7e00), halves);
+  return vmulq_n_f32(widen_f16(exact), 256.0f);
+}
+
 #else
 
 template <class Byte>

@@ -102,6 +102,53 @@ inline VecI dot_halves(VecI acc, VecI a, VecI b) {
 }
 inline VecI dot_bytes(VecI acc, VecI, VecI) { return acc; }
 
+#elif defined(ASCEND_VLLM_NEON)
+
+typedef int32_t VecI __attribute__((vector_size(16)));
+inline VecI load_i(const void* p) { return (VecI)vld1q_s32(static_cast<const int32_t*>(p)); }
+inline void store_i(void* p, VecI v) { vst1q_s32(static_cast<int32_t*>(p), (int32x4_t)v); }
+inline VecI set1_i(int32_t x) { return (VecI)vdupq_n_s32(x); }
+inline VecI add_i(VecI a, VecI b) { return (VecI)vaddq_s32((int32x4_t)a, (int32x4_t)b); }
+inline VecI sub_i(VecI a, VecI b) { return (VecI)vsubq_s32((int32x4_t)a, (int32x4_t)b); }
+inline VecI mul_i(VecI a, VecI b) { return (VecI)vmulq_s32((int32x4_t)a, (int32x4_t)b); }
+inline VecI and_i(VecI a, VecI b) { return (VecI)vandq_s32((int32x4_t)a, (int32x4_t)b); }
+inline VecI or_i(VecI a, VecI b) { return (VecI)vorrq_s32((int32x4_t)a, (int32x4_t)b); }
+template <int kBits>
+inline VecI shift_right(VecI a) {
+  if constexpr (kBits == 0)
+    return a;  // no such instruction
+  else
+    return (VecI)vshrq_n_u32((uint32x4_t)a, kBits);
+}
+template <int kBits>
+inline VecI shift_left(VecI a) {
+  return (VecI)vshlq_n_u32((uint32x4_t)a, kBits);
+}
+inline VecF to_float(VecI a) { return vcvtq_f32_s32((int32x4_t)a); }
+inline VecF as_float(VecI a) { return vreinterpretq_f32_s32((int32x4_t)a); }
+inline VecI load_bytes(const uint8_t* p) {
+  uint8x8_t bytes = {};
+  __builtin_memcpy(&bytes, p, kLanes);
+  return (VecI)vmovl_u16(vget_low_u16(vmovl_u8(bytes)));
+}
+inline VecI sub_halves(VecI a, VecI b) { return (VecI)vsubq_s16((int16x8_t)a, (int16x8_t)b); }
+inline void store_int16(int16_t* p, VecF v) {
+  const int16x4_t halves = vmovn_s32(vcvtnq_s32_f32(v));
+  __builtin_memcpy(p, &halves, sizeof halves);
+}
+inline void store_int8(int8_t* p, VecF v) {
+  const int16x4_t halves = vmovn_s32(vcvtnq_s32_f32(v));
+  const int8x8_t bytes = vmovn_s16(vcombine_s16(halves, halves));
+  __builtin_memcpy(p, &bytes, kLanes);
+}
+inline VecI dot_halves(VecI acc, VecI a, VecI b) {
+  const int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
+  const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y)), high = vmull_high_s16(x, y);
+  return (VecI)vaddq_s32((int32x4_t)acc, vpaddq_s32(low, high));
+}
+constexpr bool kHasByteDots = false;
+inline VecI dot_bytes(VecI acc, VecI, VecI) { return acc; }
+
 #else
 
 typedef uint32_t VecI __attribute__((vector_size(16)));

@@ -72,9 +72,9 @@ constexpr bool kAreSplit = is_same<T, bfloat16> && !kHasPairDots;
 template <class T>
 constexpr int kTileRows = kAreSplit<T> ? kMaxPairRows : kMaxRows;
 
-// Tiles of many rows by dot products of pairs, which take no registers for unpacking: 28 of 32 registers are
-// sums.
-constexpr int kTallRows = 14, kTallPanels = 2;
+// Tiles of many rows by dot products of pairs, which take no registers for unpacking: with one register a panel
+// 28 of 32 are sums, with four as many as without them.
+constexpr int kTallRows = kPanelVectors == 1 ? 14 : kMaxRows, kTallPanels = 2;
 template <class T, class X>
 constexpr int kManyRowsTile = is_same<X, float> ? kTileRows<T> : kTallRows;
 
