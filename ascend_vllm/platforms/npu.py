@@ -17,7 +17,7 @@ from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms.facts import NPU, CannFacts, npu_facts, npu_unusable_reason, probe_npus, too_few_npus
 from ascend_vllm.platforms.host import LOOPBACK, usable_cores
-from ascend_vllm.platforms.interface import GraphRecorder, Platform
+from ascend_vllm.platforms.interface import Platform
 from ascend_vllm.platforms.npu_compiler import NpuGraphCompiler
 from ascend_vllm.platforms.npu_graphs import NpuGraphRecorder
 
@@ -199,7 +199,7 @@ class NpuPlatform(Platform):
         self._npu.synchronize()
         self._npu.empty_cache()
 
-    def make_graph_recorder(self) -> GraphRecorder:
+    def make_graph_recorder(self) -> NpuGraphRecorder:
         return NpuGraphRecorder(self._npu)
 
     def make_graph_compiler(self) -> NpuGraphCompiler:

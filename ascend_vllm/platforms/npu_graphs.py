@@ -20,7 +20,7 @@ class NpuGraphRecorder(GraphRecorder):
         self._pool = npu.graph_pool_handle()
         self._stream = npu.Stream()
 
-    def capture(self, work: Callable[[], None]) -> DeviceGraph:
+    def capture(self, work: Callable[[], None]) -> NpuGraph:
         graph = self._npu.NPUGraph()
         self._npu.synchronize()
         # attention takes lengths as host arguments, which a graph would keep: this records such calls so that replays
@@ -34,12 +34,18 @@ class NpuGraphRecorder(GraphRecorder):
             capture_error_mode="thread_local",
         ):
             work()
-        return _NpuGraph(self._npu, graph)
+        return NpuGraph(self._npu, graph)
 
 
-class _NpuGraph(DeviceGraph):
+class NpuGraph(DeviceGraph):
+    """A captured graph.
+
+    Attributes:
+        graph: torch_npu's object.
+    """
+
     def __init__(self, npu: Any, graph: Any) -> None:
-        self._graph = graph
+        self.graph = graph
         # that of all graphs, on which torch_npu updates operators
         self._updates = graph.graph_dispatch_mode.update_stream
         self._done = npu.Event()
@@ -51,7 +57,7 @@ class _NpuGraph(DeviceGraph):
         behind that update, so that the host prepares the updates of later layers while earlier ones run. Updates wait
         for the end of this graph's last replay, which may still need what they replace.
         """
-        self._graph.replay()
+        self.graph.replay()
         self._updates.wait_event(self._done)
-        self._graph.update(cpu_update_input=[dict(host_arguments)])
+        self.graph.update(cpu_update_input=[dict(host_arguments)])
         self._done.record()

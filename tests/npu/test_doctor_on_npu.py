@@ -23,7 +23,7 @@ def test_the_kit_finds_on_the_simulator_what_is_expected_of_cards(tmp_path: path
     assert [f"{row.name}: {how}\n{row.message}" for row, how in reader.disagreements(report, expected)] == []
     skipped = {row.name: row.message for row in report.rows if row.status == Status.SKIPPED}
     assert skipped.keys() - OWN == {row.name for row in expected.rows if row.status == Status.SKIPPED} - OWN, skipped
-    assert report.is_simulated and report.seconds < 120
+    assert report.is_simulated
 
 
 def test_the_example_of_the_docs_is_what_the_reader_expects() -> None:

@@ -58,7 +58,7 @@ _PUBLIC_ROOTS = ("site-packages/", "dist-packages/", "ascend_vllm/", "torch_npu/
 _PUBLIC_STARTS = ("/usr/local/Ascend", "/usr/lib", "/dev/davinci", "/proc/")
 _PATH = re.compile(r"(?<![\w.:/<])~?/[\w.@+%=~-]+(?:/[\w.@+%=~-]*)*")
 _HEX = "[0-9a-fA-F]{1,4}"
-_SECRET_WORDS = r"bearer|basic|token|secret|password|passwd|api[_-]?key"
+_SECRET_WORDS = r"bearer\s+|(?:token|secret|password|passwd|api[_-]?key)\s*[=:]\s*"
 # each with its replacement
 _FORMS = (
     (re.compile(r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+\b"), "<mail>"),
@@ -68,7 +68,7 @@ _FORMS = (
     (re.compile(rf"(?<![\w:])(?:{_HEX}:){{7}}{_HEX}\b"), "<address>"),
     (re.compile(rf"(?<![\w:])(?:{_HEX}:){{1,6}}:(?:{_HEX}(?::{_HEX})*)?(?!\w)"), "<address>"),
     (re.compile(r"\b(?:hf|sk|pk|gh[a-z]|glpat|xox[a-z])[_-][\w-]{8,}"), "<token>"),
-    (re.compile(rf"(?i)\b({_SECRET_WORDS})\b(\s*[=:]\s*|\s+)\S+"), r"\1\2<token>"),
+    (re.compile(rf"(?i)\b({_SECRET_WORDS})\S+"), r"\1<token>"),
     (re.compile(r"\b[0-9a-fA-F]{32,}\b"), "<token>"),
     # operators' names have letters of both cases, too, but hardly a digit
     (re.compile(r"\b(?=(?:\w*\d){2})(?=\w*[a-z])(?=\w*[A-Z])\w{24,}\b"), "<token>"),

@@ -104,12 +104,16 @@ class Session:
         importlib.import_module("ascend_vllm.ops.ascend")
         return platform
 
+    def begin(self) -> None:
+        """Binds to the first NPU, unless that is done: before "npu" means a device to torch."""
+        _ = self.platform
+
     @property
     def npu(self) -> Any:
         """torch_npu.npu."""
         import torch
 
-        assert self.platform.name == "npu"
+        self.begin()
         return torch.npu  # type: ignore[attr-defined]  # defined by torch_npu
 
     def size(self, on_card: _T, simulated: _T) -> _T:

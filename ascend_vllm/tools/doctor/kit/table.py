@@ -30,7 +30,11 @@ _ROOM = f"{__package__}.steps"
 # 20 minutes in all
 STEPS = (
     Step("versions", f"{_ROOM}.versions", "what is installed", 40, needs_device=False),
+    Step("memory", f"{_ROOM}.memory", "what is taken and given back, and how fast blocks are swapped", 60),
+    Step("operators", f"{_ROOM}.operators", "whether operators are exact, and how long they take", 300),
+    Step("graphs", f"{_ROOM}.graphs", "captures, replays and the compiler's cache", 150),
+    Step("collectives", f"{_ROOM}.collectives", "sums over several NPUs", 150, case_seconds=110),
     Step(
-        "memory", f"{_ROOM}.memory", "what the allocator takes and gives back, and how fast blocks are swapped", 120
+        "model", f"{_ROOM}.model", "tokens beside the CPU's and their times, with every switch", 480, case_seconds=120
     ),
 )
