@@ -55,7 +55,7 @@ def test_as_accurate_as_the_definition(name: str, dtype: torch.dtype) -> None:
 def test_every_op_that_npus_use_and_have_an_operator_for_has_a_kernel() -> None:
     """The other ops use torch's operators."""
     assert registry.ops_on_reference("npu") == ["apply_penalties"]
-    assert set(IMPLEMENTATIONS) | {"apply_penalties", "edit_and_sample"} == set(OPS)
+    assert set(IMPLEMENTATIONS) | {"apply_penalties"} == set(OPS)
 
 
 def launched_by(name: str, *arguments: Any) -> list[str]:

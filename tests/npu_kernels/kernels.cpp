@@ -85,14 +85,14 @@ void run_lora_shrink_op(Call& call) {
   const auto* n = call.numbers;
   auto tiled = tile_lora_shrink({n[1], n[2], n[3], n[4], static_cast<float>(call.reals[0])}, call.cores);
   launch_lora_shrink(DataType(n[0]), tiled.cores, &call.memory, call.data(0), call.data(1), call.data(2),
-                     call.data(3), call.place(tiled.params));
+                     call.data(3), call.data(4), call.place(tiled.params));
 }
 
 void run_lora_expand_op(Call& call) {
   const auto* n = call.numbers;
   auto tiled = tile_lora_expand({n[1], n[2], n[3], n[4], n[5]}, call.cores);
   launch_lora_expand(DataType(n[0]), tiled.cores, &call.memory, call.data(0), call.data(1), call.data(2),
-                     call.data(3), call.place(tiled.params));
+                     call.data(3), call.data(4), call.place(tiled.params));
 }
 
 void run_edit_and_sample_op(Call& call) {

@@ -24,7 +24,15 @@ DEVICE_FILES = [
     *(NPU / "edit_and_sample" / f"{name}.h" for name in ("logits", "numbers")),
     *(
         NPU / "common" / f"{name}.h"
-        for name in ("attention_params", "attention_tile", "device", "kv_strides", "types")
+        for name in (
+            "adapter_runs",
+            "attention_params",
+            "attention_tile",
+            "device",
+            "kv_strides",
+            "run_tokens",
+            "types",
+        )
     ),
 ]
 HOST_ONLY = ("op_host.h", "common/host.h", "common/kv_layout.h", "common/attention_host.h")

@@ -17,8 +17,9 @@ TORCH_LIBRARY(ascend_vllm_npu, m) {
       "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor "
       "seq_lens, "
       "float scale, int sliding_window, int num_kv_heads, str layout) -> Tensor");
-  m.def("lora_shrink(Tensor x, Tensor weights, Tensor adapters, Tensor(a!) y, float scale) -> ()");
-  m.def("lora_expand(Tensor x, Tensor weights, Tensor adapters, Tensor(a!) y, int offset) -> ()");
+  m.def(
+      "lora_shrink(Tensor x, Tensor weights, Tensor adapters, Tensor order, Tensor(a!) y, float scale) -> ()");
+  m.def("lora_expand(Tensor x, Tensor weights, Tensor adapters, Tensor order, Tensor(a!) y, int offset) -> ()");
   m.def(
       "edit_and_sample(Tensor logits, Tensor(a!) counts, Tensor count_rows, Tensor fresh_ids, Tensor "
       "repetition, "

@@ -18,20 +18,21 @@ void check_rows(const at::Tensor& tensor, const char* name, at::ScalarType type,
 
 // Raises ValueError unless x and y are matrices of as many tokens as there are adapters, columns contiguous.
 void check_lora(const at::Tensor& x, const at::Tensor& weights, const at::Tensor& adapters,
-                const at::Tensor& y) {
+                const at::Tensor& order, const at::Tensor& y) {
   TORCH_CHECK_VALUE(x.dim() == 2 && x.stride(1) == 1, "x must be a matrix with contiguous rows");
   TORCH_CHECK_VALUE(y.dim() == 2 && y.stride(1) == 1, "y must be a matrix with contiguous rows");
   TORCH_CHECK_VALUE(weights.dim() == 3 && weights.is_contiguous(),
                     "weights must be [adapters, …, …], contiguous");
   TORCH_CHECK_VALUE(y.size(0) == x.size(0), "x and y must have as many rows");
   check_rows(adapters, "adapters", at::kLong, x.size(0));
+  check_rows(order, "order", at::kLong, x.size(0));
 }
 
 int64_t row_stride(const at::Tensor& matrix) { return matrix.size(0) > 1 ? matrix.stride(0) : matrix.size(1); }
 
 void lora_shrink(const at::Tensor& x, const at::Tensor& weights, const at::Tensor& adapters,
-                 const at::Tensor& y, double scale) {
-  check_lora(x, weights, adapters, y);
+                 const at::Tensor& order, const at::Tensor& y, double scale) {
+  check_lora(x, weights, adapters, order, y);
   const DataType type = data_type(x, "x");
   TORCH_CHECK_VALUE(weights.scalar_type() == x.scalar_type(), "weights must have x's dtype");
   check_dense(y, "y", at::kFloat);
@@ -43,14 +44,14 @@ void lora_shrink(const at::Tensor& x, const at::Tensor& weights, const at::Tenso
                             vector_cores(x));
   });
   enqueue("ascend_vllm_lora_shrink", [=, params = place(tiling.params, x)](void* stream) {
-    launch_lora_shrink(type, tiling.cores, stream, address(x), address(weights), address(adapters), address(y),
-                       address(params));
+    launch_lora_shrink(type, tiling.cores, stream, address(x), address(weights), address(adapters),
+                       address(order), address(y), address(params));
   });
 }
 
 void lora_expand(const at::Tensor& x, const at::Tensor& weights, const at::Tensor& adapters,
-                 const at::Tensor& y, int64_t offset) {
-  check_lora(x, weights, adapters, y);
+                 const at::Tensor& order, const at::Tensor& y, int64_t offset) {
+  check_lora(x, weights, adapters, order, y);
   const DataType type = data_type(y, "y");
   TORCH_CHECK_VALUE(weights.scalar_type() == y.scalar_type(), "weights must have y's dtype");
   check_dense(x, "x", at::kFloat);
@@ -61,8 +62,8 @@ void lora_expand(const at::Tensor& x, const at::Tensor& weights, const at::Tenso
     return tile_lora_expand({x.size(0), x.size(1), weights.size(1), row_stride(y), offset}, vector_cores(x));
   });
   enqueue("ascend_vllm_lora_expand", [=, params = place(tiling.params, x)](void* stream) {
-    launch_lora_expand(type, tiling.cores, stream, address(x), address(weights), address(adapters), address(y),
-                       address(params));
+    launch_lora_expand(type, tiling.cores, stream, address(x), address(weights), address(adapters),
+                       address(order), address(y), address(params));
   });
 }
 

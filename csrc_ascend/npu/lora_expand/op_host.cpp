@@ -13,12 +13,13 @@ LoraExpandTiling tile_lora_expand(const LoraExpandProblem& problem, int64_t core
   // double-buffered
   const int64_t bytes_of_output = problem.rank * (2 * 2 + 4) + 64 * 4 + 2 * 4 + 4 * 2;
   int32_t tile = 128;
-  while (tile * bytes_of_output + problem.rank * 4 + 1024 > kUnifiedBufferBytes) tile /= 2;
+  while (tile * bytes_of_output + 2 * problem.rank * 4 + 1024 > kUnifiedBufferBytes) tile /= 2;
   LoraExpandTiling tiling{};
   tiling.params = {field(problem.tokens, "tokens"),     field(problem.rank, "rank"),
                    field(problem.outputs, "outputs"),   tile,
                    field(problem.y_stride, "y_stride"), field(problem.y_offset, "y_offset")};
-  tiling.cores = cores_for(problem.tokens * ((problem.outputs + tile - 1) / tile), cores);
+  tiling.cores =
+      cores_for((problem.tokens + kRunTokens - 1) / kRunTokens * ((problem.outputs + tile - 1) / tile), cores);
   return tiling;
 }
 

@@ -14,8 +14,9 @@ struct LoraExpandParams {
   int32_t y_offset;      // of the adapters' first output in a token
 };
 
-// adapters: [T] int64, negative: none; y: of `type`, as weights are.
+// adapters: [T] int64, negative: none; order: [T] int64, the tokens, each once, sorted by adapter (otherwise
+// adapters are read more often); y: of `type`, as weights are.
 void launch_lora_expand(DataType type, uint32_t cores, void* stream, uint8_t* x, uint8_t* weights,
-                        uint8_t* adapters, uint8_t* y, uint8_t* tiling);
+                        uint8_t* adapters, uint8_t* order, uint8_t* y, uint8_t* tiling);
 
 }  // namespace ascend_npu

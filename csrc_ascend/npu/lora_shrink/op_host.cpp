@@ -3,7 +3,8 @@
 namespace ascend_npu {
 namespace {
 
-constexpr int32_t kTileHidden = 256;
+// of products in float32, for each of a run's tokens, 64 KiB
+constexpr int32_t kTileHidden = 1024, kTileRanks = 8;
 
 }  // namespace
 
@@ -15,19 +16,23 @@ LoraShrinkTiling tile_lora_shrink(const LoraShrinkProblem& problem, int64_t core
         std::to_string(problem.rank) + " is not a multiple of 8 up to 512");
   check(problem.x_stride >= problem.hidden, "x_stride", "tokens overlap");
   check_range(cores, 1, kMaxCores, "cores");
-  // for few tokens an adapter's rows are distributed to the cores
-  int32_t tile = 64;
-  while (tile > 8 && problem.tokens * ((problem.rank + tile - 1) / tile) < cores) tile /= 2;
+  // for few tokens first the tokens are distributed to more cores, each of which reads the adapters of its own;
+  // then an adapter's rows, each part of which reads x
+  int32_t tokens = kRunTokens, tile = kTileRanks;
+  const auto items = [&] { return (problem.tokens + tokens - 1) / tokens * (problem.rank / tile); };
+  while (tokens > 8 && items() < cores) tokens /= 2;
+  while (tile > 2 && items() < cores / 2) tile /= 2;
   const auto rank = field(problem.rank, "rank"), hidden = field(problem.hidden, "hidden");
   LoraShrinkTiling tiling{};
   tiling.params = {field(problem.tokens, "tokens"),
                    hidden,
                    rank,
-                   tile < rank ? tile : rank,
+                   tokens,
+                   tile,
                    hidden < kTileHidden ? hidden : kTileHidden,
                    field(problem.x_stride, "x_stride"),
                    problem.scale};
-  tiling.cores = cores_for(problem.tokens * ((rank + tile - 1) / tile), cores);
+  tiling.cores = cores_for(items(), cores);
   return tiling;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "npu/common/host.h"
+#include "npu/common/run_tokens.h"
 #include "npu/lora_shrink/params.h"
 
 namespace ascend_npu {

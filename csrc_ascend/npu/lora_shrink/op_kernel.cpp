@@ -6,36 +6,36 @@
 namespace ascend_npu {
 
 template <class T>
-__aicore__ inline void run_lora_shrink(GM_ADDR x, GM_ADDR weights, GM_ADDR adapters, GM_ADDR y,
+__aicore__ inline void run_lora_shrink(GM_ADDR x, GM_ADDR weights, GM_ADDR adapters, GM_ADDR order, GM_ADDR y,
                                        GM_ADDR tiling) {
   LoraShrinkParams params;
   read_params(params, tiling);
-  LoraShrink<T> kernel(params, x, weights, adapters, y);
+  LoraShrink<T> kernel(params, x, weights, adapters, order, y);
   kernel.process();
 }
 
 }  // namespace ascend_npu
 
-extern "C" __global__ __aicore__ void lora_shrink_f16(GM_ADDR x, GM_ADDR weights, GM_ADDR adapters, GM_ADDR y,
-                                                      GM_ADDR tiling) {
+extern "C" __global__ __aicore__ void lora_shrink_f16(GM_ADDR x, GM_ADDR weights, GM_ADDR adapters,
+                                                      GM_ADDR order, GM_ADDR y, GM_ADDR tiling) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-  ascend_npu::run_lora_shrink<half>(x, weights, adapters, y, tiling);
+  ascend_npu::run_lora_shrink<half>(x, weights, adapters, order, y, tiling);
 }
 
-extern "C" __global__ __aicore__ void lora_shrink_bf16(GM_ADDR x, GM_ADDR weights, GM_ADDR adapters, GM_ADDR y,
-                                                       GM_ADDR tiling) {
+extern "C" __global__ __aicore__ void lora_shrink_bf16(GM_ADDR x, GM_ADDR weights, GM_ADDR adapters,
+                                                       GM_ADDR order, GM_ADDR y, GM_ADDR tiling) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-  ascend_npu::run_lora_shrink<bfloat16_t>(x, weights, adapters, y, tiling);
+  ascend_npu::run_lora_shrink<bfloat16_t>(x, weights, adapters, order, y, tiling);
 }
 
 namespace ascend_npu {
 
 void launch_lora_shrink(DataType type, uint32_t cores, void* stream, uint8_t* x, uint8_t* weights,
-                        uint8_t* adapters, uint8_t* y, uint8_t* tiling) {
+                        uint8_t* adapters, uint8_t* order, uint8_t* y, uint8_t* tiling) {
   if (type == DataType::kFloat16)
-    ASCEND_NPU_LAUNCH(lora_shrink_f16, cores, stream, x, weights, adapters, y, tiling);
+    ASCEND_NPU_LAUNCH(lora_shrink_f16, cores, stream, x, weights, adapters, order, y, tiling);
   else
-    ASCEND_NPU_LAUNCH(lora_shrink_bf16, cores, stream, x, weights, adapters, y, tiling);
+    ASCEND_NPU_LAUNCH(lora_shrink_bf16, cores, stream, x, weights, adapters, order, y, tiling);
 }
 
 }  // namespace ascend_npu
