@@ -23,7 +23,7 @@ from ascend_vllm.attention.ascend_calls import (
     store_kv,
     window_masks,
 )
-from ascend_vllm.attention.ascend_custom import CustomAttention, norm_rope_store, store_kv_custom
+from ascend_vllm.attention.ascend_custom import norm_rope_store, store_kv_custom
 from ascend_vllm.attention.ascend_plan import Part, RowKind, split_rows
 from ascend_vllm.attention.backend import AttentionSpec, ForwardBatch, HeadNorms, RotaryStep
 from ascend_vllm.ops import ascend_custom
@@ -57,8 +57,6 @@ class AscendAttention(AscendBackend):
         self._custom = ascend_custom.enabled()
         self.norms_heads = "norm_rope_store" in self._custom
         self._store_kv = store_kv_custom if "store_kv" in self._custom else store_kv
-        if self._custom:
-            self._ops = CustomAttention(self._ops, self._custom, self.precision)
 
     def kv_cache_shape(self, num_blocks: int, cache: KVCacheSpec) -> tuple[int, ...]:
         return (2, num_blocks, *cache.block_shape[1:])
@@ -186,8 +184,4 @@ class AscendAttention(AscendBackend):
         masks: dict[int, torch.Tensor] = {}
         if self._windows and self._ops.needs_window_mask(part.kind):
             masks = window_masks(self._windows, batch.seq_lens[part.rows], block_table.shape[1], self.block_size)
-        starts = batch.query_start[part.rows.start : part.rows.stop + 1]
-        if self._custom and part.tokens.start > 0:
-            # the custom operators count from the part's first token
-            starts = starts - part.tokens.start
-        return DevicePart(part, block_table, masks, starts, batch.seq_lens[part.rows])
+        return DevicePart(part, block_table, masks)

@@ -113,9 +113,6 @@ class DevicePart:
     block_table: torch.Tensor
     # window → [r, 1, 1, B*S] bool: positions before the window of decoding rows; only for operators that need it
     window_masks: dict[int, torch.Tensor]
-    # [r+1] and [r] int32, counted from the part's first token, for the custom operators; None while compiling
-    query_start: torch.Tensor | None = None
-    seq_lens: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,19 +1,12 @@
-"""Attention in high precision and the KV write by custom operators, the rest by a family of torch_npu's operators.
-
-The custom operators compute in float32 and read lengths on the device, so that replays of captured graphs need not
-update them.
+"""Norms, rotation and the write of keys and values by custom operators.
 
 Letters: as in `ascend_calls`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-
 import torch
 
-from ascend_vllm.attention.ascend_calls import AttentionOps, DevicePart, LayerInput
-from ascend_vllm.attention.ascend_plan import Precision, RowKind
 from ascend_vllm.attention.backend import AttentionSpec, HeadNorms, RotaryStep
 
 # layout of the caches: the heads of a token are contiguous
@@ -73,60 +66,3 @@ def norm_rope_store(
         keeps_keys,
     )
     return found
-
-
-class CustomAttention(AttentionOps):
-    """A family of operators, some of which are replaced by custom operators.
-
-    Args:
-        family: computes everything else.
-        taken: names of the custom operators in use.
-        precision: custom operators compute only kinds of rows in high precision.
-    """
-
-    def __init__(self, family: AttentionOps, taken: Collection[str], precision: Precision) -> None:
-        super().__init__(family.block_size)
-        self.family = family
-        self._prefix = precision.prefix and "prefix_attention" in taken
-        self._decode = precision.decode and "decode_attention" in taken
-        # these compute rows of their kind only
-        self.splits_kinds = family.splits_kinds or self._prefix or self._decode
-
-    def needs_window_mask(self, kind: RowKind) -> bool:
-        return self.family.needs_window_mask(kind)
-
-    def replay_arguments(self, seq_lens: list[int], query_len: int) -> dict[str, list[int]] | None:
-        """See `AttentionOps.replay_arguments`; custom operators in a graph do not read them."""
-        return self.family.replay_arguments(seq_lens, query_len)
-
-    def attend(self, layer: LayerInput, prepared: DevicePart, mask: torch.Tensor) -> torch.Tensor:
-        part = prepared.part
-        # compiled graphs have no lengths on the device and do not support these operators
-        if prepared.seq_lens is None or prepared.query_start is None or not part.high_precision:
-            return self.family.attend(layer, prepared, mask)
-        if self._prefix and part.kinds == {RowKind.PREFIX}:
-            operator = torch.ops.ascend_vllm_npu.prefix_attention
-            return _attention(operator, layer, prepared, prepared.query_start, prepared.seq_lens)
-        if self._decode and part.kinds == {RowKind.DECODE}:
-            return _attention(torch.ops.ascend_vllm_npu.decode_attention, layer, prepared, prepared.seq_lens)
-        return self.family.attend(layer, prepared, mask)
-
-
-def _attention(
-    operator: Callable[..., torch.Tensor], layer: LayerInput, prepared: DevicePart, *lengths: torch.Tensor
-) -> torch.Tensor:
-    """[t, N, D]; the keys of all kinds of rows are in the cache."""
-    spec = layer.spec
-    # [P, S, K, D]
-    shape = (*layer.key_cache.shape[:2], spec.num_kv_heads, spec.head_size)
-    return operator(
-        layer.query[prepared.part.tokens],
-        layer.key_cache.view(shape),
-        layer.value_cache.view(shape),
-        prepared.block_table,
-        *lengths,
-        spec.scale,
-        spec.sliding_window or 0,
-        spec.num_kv_heads,
-        _LAYOUT,
-    )

@@ -26,14 +26,8 @@ LIBRARY = "libascend_vllm_npu.so"
 # where `cmake --install` puts it
 DIRECTORY = pathlib.Path(__file__).resolve().parent.parent / "_npu"
 
-# operators that this package calls, and under which environment variable
-CONDITIONS: dict[str, str] = {
-    "edit_and_sample": "",
-    "norm_rope_store": "",
-    "store_kv": "",
-    "prefix_attention": "USE_PREFIX_HIGH_PRECISION_MODE=1",
-    "decode_attention": "USE_IFA_HIGH_PRECISION_MODE=1",
-}
+# operators that this package calls
+OPERATORS = ("edit_and_sample", "norm_rope_store", "store_kv")
 # built and tested for adapters, which no layer applies yet
 WITHOUT_CALLER = ("lora_expand", "lora_shrink")
 
@@ -53,13 +47,11 @@ def enabled() -> frozenset[str]:
     """
     names = envs.ascend_custom_ops()
     if names == ("all",):
-        names = tuple(CONDITIONS)
+        names = OPERATORS
     for name in names:
-        if name not in CONDITIONS:
+        if name not in OPERATORS:
             why = "is called by nothing yet" if name in WITHOUT_CALLER else "is no custom operator"
-            raise ConfigError(
-                f"ASCEND_VLLM_CUSTOM_OPS: {name!r} {why}; use all, or some of {', '.join(sorted(CONDITIONS))}."
-            )
+            raise ConfigError(f"ASCEND_VLLM_CUSTOM_OPS: {name!r} {why}; use all, or some of {', '.join(OPERATORS)}.")
     if names:
         load_library()
     return frozenset(names)
@@ -111,8 +103,7 @@ def register(names: Collection[str]) -> Any:
 
 def _report(names: Collection[str]) -> None:
     if names:
-        described = [f"{name} (with {CONDITIONS[name]})" if CONDITIONS[name] else name for name in sorted(names)]
-        logger.info("Custom operators of %s: %s", load_library(), ", ".join(described))
+        logger.info("Custom operators of %s: %s", load_library(), ", ".join(sorted(names)))
     elif (DIRECTORY / LIBRARY).exists():
         logger.info("Custom operators are built but not used; ASCEND_VLLM_CUSTOM_OPS=all enables them")
 

@@ -1,9 +1,7 @@
 # The directories of this one that each hold an operator: op_kernel.cpp for the chip, op_host.cpp for the host.
 set(ASCEND_VLLM_NPU_OPS
-    decode_attention
     edit_and_sample
     lora_expand
     lora_shrink
     norm_rope_store
-    prefix_attention
     store_kv)

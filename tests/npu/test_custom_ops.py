@@ -14,19 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from ascend_vllm.attention.ascend_plan import RowKind
 from ascend_vllm.attention.backend import HeadNorms, RotaryStep
 from ascend_vllm.ops import ascend_custom
-from ascend_vllm.ops.paged import make_paged_problem, store_kv
+from ascend_vllm.ops.paged import store_kv
 from ascend_vllm.ops.registry import OPS
 from tests.npu.recorder import Recorder, traced
 from tests.npu.test_attention_backend import (
-    CHUNKS,
     DECODE,
     MIXED,
     PROMPTS,
     Problem,
-    Rows,
     check,
     make_backend,
     make_problem,
@@ -73,34 +70,20 @@ def on_device(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_keys_are_stored_and_attended_to(custom: Any, layout: str) -> None:
-    """Prompt chunks and decoding rows over a cache that the operator filled, from views of a fused projection."""
-    arguments = {"num_heads": 4, "num_kv_heads": 2, "head_size": 80, "block_size": 64, "sliding_window": 60}
-    for rows, decodes in (([(5, 70), (9, 9)], False), ([(1, 130), (1, 3)], True)):
-        query, key_cache, value_cache, block_table, query_start, seq_lens, scale, window = make_paged_problem(
-            torch.float16, rows, **arguments
-        )
-        fused = torch.randn(5, 3 * 160, generator=torch.Generator().manual_seed(1)).half()
-        _, key, value = (part.view(5, 2, 80) for part in fused.chunk(3, dim=1))
-        slots = torch.tensor([3, -1, 70, 0, 127])
-        caches = on_device(*(from_reference(cache, LAYOUTS[layout]) for cache in (key_cache, value_cache)))
-        store_kv(key, value, key_cache, value_cache, slots)
-        _, *parts = (part.view(5, 2, 80) for part in fused.to(NPU).chunk(3, dim=1))
-        custom.store_kv(*parts, *caches, slots.to(NPU), layout)
-        for got, expected in zip(caches, (key_cache, value_cache), strict=True):
-            # what no row has reached is NaN
-            stored = to_reference(got.cpu(), LAYOUTS[layout], 2)
-            assert torch.equal(stored.nan_to_num(7.0), expected.nan_to_num(7.0))
-        wide = (part.double() for part in (query, key_cache, value_cache))
-        exact = OPS["paged_attention"].reference(*wide, block_table, query_start, seq_lens, scale, window)
-        query, block_table, query_start, seq_lens = on_device(query, block_table, query_start, seq_lens)
-        if decodes:
-            output = custom.decode_attention(query, *caches, block_table, seq_lens, scale, window, 2, layout)
-        else:
-            tables = (block_table, query_start, seq_lens)
-            output = custom.prefix_attention(query, *caches, *tables, scale, window, 2, layout)
-        rounding = (exact.half().double() - exact).abs().max()
-        assert (output.cpu().double() - exact).abs().max() <= 2 * rounding
+def test_keys_are_stored(custom: Any, layout: str) -> None:
+    """From views of a fused projection."""
+    generator = torch.Generator().manual_seed(1)
+    # [P, K, S, D], as the op's reference has them
+    halves = torch.randn(2, 2, 2, 64, 80, generator=generator).half().unbind(0)
+    fused = torch.randn(5, 3 * 160, generator=generator).half()
+    _, key, value = (part.view(5, 2, 80) for part in fused.chunk(3, dim=1))
+    slots = torch.tensor([3, -1, 70, 0, 127])
+    caches = on_device(*(from_reference(half, LAYOUTS[layout]) for half in halves))
+    store_kv(key, value, *halves, slots)
+    _, *parts = (part.view(5, 2, 80) for part in fused.to(NPU).chunk(3, dim=1))
+    custom.store_kv(*parts, *caches, slots.to(NPU), layout)
+    for got, expected in zip(caches, halves, strict=True):
+        assert torch.equal(to_reference(got.cpu(), LAYOUTS[layout], 2), expected)
 
 
 def test_adapters_shrink_and_expand(custom: Any) -> None:
@@ -205,46 +188,18 @@ def attention_of(problem: Problem) -> list[str]:
     return [name.split("::")[1] for name in names]
 
 
-PRECISE = {"USE_PREFIX_HIGH_PRECISION_MODE": "1", "USE_IFA_HIGH_PRECISION_MODE": "1"}
-FUSED = "npu_fused_infer_attention_score"
-
-
-@pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("family", ["fused", "flash"])
-def test_attention_in_high_precision(use: Use, family: str, window: int | None) -> None:
-    use("all", ASCEND_VLLM_ATTENTION_OPS=family, **PRECISE)
-    for rows in (DECODE, CHUNKS, MIXED):
-        check(make_problem(rows, spec_of(window=window)))
-
-
 @pytest.mark.parametrize(
-    ("names", "variables", "rows", "operators"),
+    ("names", "operators"),
     [
-        ("all", PRECISE, DECODE, ["store_kv", "decode_attention"]),
-        ("all", PRECISE, CHUNKS, ["store_kv", "prefix_attention"]),
-        # a call for each kind of rows
-        ("all", PRECISE, [(1, 9), (3, 70), (5, 5)], ["store_kv", "decode_attention", "prefix_attention", FUSED]),
-        # a decoding row is another call's: the part begins behind it
-        ("all", {"USE_PREFIX_HIGH_PRECISION_MODE": "1"}, [(1, 9), (3, 70)], ["store_kv", FUSED, "prefix_attention"]),
-        ("all", PRECISE, [(5, 5), (64, 64)], ["store_kv", FUSED]),
-        ("all", {}, DECODE, ["store_kv", FUSED]),
-        ("all", {}, CHUNKS, ["store_kv", FUSED]),
-        ("decode_attention", PRECISE, DECODE, ["npu_scatter_pa_kv_cache", "decode_attention"]),
-        ("store_kv, prefix_attention", PRECISE, DECODE, ["store_kv", FUSED]),
+        ("all", ["store_kv", "npu_fused_infer_attention_score"]),
+        ("edit_and_sample", ["npu_scatter_pa_kv_cache", "npu_fused_infer_attention_score"]),
     ],
 )
-def test_which_operators_are_taken(
-    use: Use, names: str, variables: dict[str, str], rows: Rows, operators: list[str]
-) -> None:
-    use(names, **variables)
-    assert attention_of(make_problem(rows, spec_of())) == operators
-
-
-def test_a_part_behind_others_starts_at_its_own_token(use: Use) -> None:
-    use("prefix_attention", USE_PREFIX_HIGH_PRECISION_MODE="1")
-    problem = make_problem([(1, 9), (1, 70), (3, 70), (5, 64)], spec_of())
-    step = make_backend(problem)[0].prepare(problem.batch)
-    assert [part.part.kinds for part in step.parts] == [{RowKind.DECODE}, {RowKind.PREFIX}]
+def test_which_operators_are_taken(use: Use, names: str, operators: list[str]) -> None:
+    """Layers without rotary positions store keys by the simpler operator."""
+    use(names)
+    problem = make_problem(DECODE, spec_of())
+    assert attention_of(problem) == operators
     check(problem)
 
 
@@ -294,10 +249,9 @@ def test_what_the_fused_write_does_not_support_is_done_by_others(use: Use) -> No
 
 
 def test_graphs_decode_with_them(use: Use) -> None:
-    """Lengths grow from replay to replay, which only the device's memory tells these operators."""
     answers = []
     for enforce_eager in (True, False):
-        use("all", **PRECISE)
+        use("all")
         engine = make_engine(enforce_eager=enforce_eager, capture_sizes=(3,), max_num_seqs=3)
         with traced() as calls:
             answers.append(generate(engine, TEXTS[:2], max_tokens=5, repetition_penalty=1.2))
@@ -305,15 +259,13 @@ def test_graphs_decode_with_them(use: Use) -> None:
         assert names.count("edit_and_sample_f32") + names.count("edit_and_sample_f16") == 5
         assert "norm_rope_store_f16" in names
         # a replay launches nothing by itself
-        assert ("decode_attention_f16" in names) == enforce_eager
+        assert (names.count("norm_rope_store_f16") > 2 * 2) == enforce_eager
     assert answers[0] == answers[1]
     assert len(set(answers[0])) == 2
 
 
 def test_what_is_asked_for_is_in_the_log(use: Use, caplog: pytest.LogCaptureFixture) -> None:
-    use("decode_attention,store_kv")
+    use("store_kv,edit_and_sample")
     with caplog.at_level(logging.INFO, "ascend_vllm"):
         ascend_custom._report(ascend_custom.enabled())
-    assert caplog.messages == [
-        "Custom operators of libascend_vllm_npu.so: decode_attention (with USE_IFA_HIGH_PRECISION_MODE=1), store_kv"
-    ]
+    assert caplog.messages == ["Custom operators of libascend_vllm_npu.so: edit_and_sample, store_kv"]

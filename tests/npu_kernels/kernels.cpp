@@ -6,8 +6,6 @@
 #include <vector>
 
 #include "npu/common/launch.h"
-#include "npu/decode_attention/op_host.cpp"
-#include "npu/decode_attention/op_kernel.cpp"
 #include "npu/edit_and_sample/op_host.cpp"
 #include "npu/edit_and_sample/op_kernel.cpp"
 #include "npu/lora_expand/op_host.cpp"
@@ -16,8 +14,6 @@
 #include "npu/lora_shrink/op_kernel.cpp"
 #include "npu/norm_rope_store/op_host.cpp"
 #include "npu/norm_rope_store/op_kernel.cpp"
-#include "npu/prefix_attention/op_host.cpp"
-#include "npu/prefix_attention/op_kernel.cpp"
 #include "npu/store_kv/op_host.cpp"
 #include "npu/store_kv/op_kernel.cpp"
 
@@ -52,33 +48,11 @@ struct Call {
   }
 };
 
-AttentionProblem attention_problem(const Call& call) {
-  const auto* n = call.numbers;
-  return {n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], static_cast<float>(call.reals[0]), KvLayout(n[9])};
-}
-
 void run_store_kv(Call& call) {
   const auto* n = call.numbers;
   auto tiled = tile_store_kv({n[0], n[1], n[2], n[3], n[4], n[5], KvLayout(n[6])}, call.cores);
   launch_store_kv(tiled.cores, &call.memory, call.data(0), call.data(1), call.data(2), call.data(3),
                   call.data(4), call.place(tiled.params));
-}
-
-void run_prefix(Call& call) {
-  auto tiled = tile_prefix_attention(attention_problem(call), call.numbers[10], call.cores);
-  launch_prefix_attention(DataType(call.numbers[0]), tiled.cores, &call.memory, call.data(0), call.data(1),
-                          call.data(2), call.data(3), call.data(4), call.data(5), call.data(6),
-                          call.place(tiled.params));
-}
-
-void run_decode(Call& call) {
-  auto tiled = tile_decode_attention(attention_problem(call), call.cores);
-  std::vector<std::uint8_t> workspace(tiled.workspace_bytes + 32, 0xFF);
-  std::uint8_t* tiling = call.place(tiled.params);
-  call.memory.add(workspace.data(), tiled.workspace_bytes, true);
-  launch_decode_attention(DataType(call.numbers[0]), tiled.cores, tiled.merge_cores, &call.memory, call.data(0),
-                          call.data(1), call.data(2), call.data(3), call.data(4), workspace.data(),
-                          call.data(5), tiling);
 }
 
 void run_lora_shrink_op(Call& call) {
@@ -125,8 +99,6 @@ const std::map<std::string, std::function<void(Call&)>> kRunners = {
     {"lora_shrink", run_lora_shrink_op},
     {"lora_expand", run_lora_expand_op},
     {"store_kv", run_store_kv},
-    {"prefix_attention", run_prefix},
-    {"decode_attention", run_decode},
 };
 
 }  // namespace

@@ -26,8 +26,6 @@ DEVICE_FILES = [
         NPU / "common" / f"{name}.h"
         for name in (
             "adapter_runs",
-            "attention_params",
-            "attention_tile",
             "device",
             "kv_strides",
             "run_tokens",
@@ -35,7 +33,7 @@ DEVICE_FILES = [
         )
     ),
 ]
-HOST_ONLY = ("op_host.h", "common/host.h", "common/kv_layout.h", "common/attention_host.h")
+HOST_ONLY = ("op_host.h", "common/host.h", "common/kv_layout.h")
 
 
 def code_of(path: pathlib.Path) -> str:

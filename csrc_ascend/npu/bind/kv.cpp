@@ -1,12 +1,9 @@
 // Bindings of ops on the paged KV cache.
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "npu/bind/device.h"
-#include "npu/decode_attention/op_host.h"
 #include "npu/norm_rope_store/op_host.h"
-#include "npu/prefix_attention/op_host.h"
 #include "npu/store_kv/op_host.h"
 
 namespace ascend_npu {
@@ -125,69 +122,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_rope_store(
   return {output, keys, values};
 }
 
-AttentionProblem check_attention(const at::Tensor& query, const at::Tensor& key_cache,
-                                 const at::Tensor& value_cache, const at::Tensor& block_table,
-                                 const at::Tensor& seq_lens, double scale, int64_t sliding_window,
-                                 int64_t num_kv_heads, c10::string_view layout) {
-  check_tokens(query, "query");
-  check_dense(block_table, "block_table", at::kInt);
-  check_dense(seq_lens, "seq_lens", at::kInt);
-  TORCH_CHECK_VALUE(block_table.dim() == 2 && block_table.size(0) == seq_lens.numel(),
-                    "block_table must have a row for each entry of seq_lens");
-  const Caches caches =
-      check_caches(key_cache, value_cache, layout, num_kv_heads, query.size(2), query.scalar_type());
-  return {seq_lens.numel(),          query.size(1),       num_kv_heads,        query.size(2),
-          caches.block_size,         block_table.size(1), token_stride(query), sliding_window,
-          static_cast<float>(scale), caches.layout};
-}
-
-at::Tensor prefix_attention(const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache,
-                            const at::Tensor& block_table, const at::Tensor& query_start,
-                            const at::Tensor& seq_lens, double scale, int64_t sliding_window,
-                            int64_t num_kv_heads, c10::string_view layout) {
-  const DataType type = data_type(query, "query");
-  const AttentionProblem problem = check_attention(query, key_cache, value_cache, block_table, seq_lens, scale,
-                                                   sliding_window, num_kv_heads, layout);
-  check_dense(query_start, "query_start", at::kInt);
-  TORCH_CHECK_VALUE(query_start.numel() == problem.rows + 1,
-                    "query_start must have one entry more than seq_lens");
-  // tokens that belong to no row stay zero
-  at::Tensor output = at::zeros(query.sizes(), query.options());
-  if (query.size(0) == 0 || problem.rows == 0) return output;
-  const auto tiling = tiled([&] { return tile_prefix_attention(problem, query.size(0), vector_cores(query)); });
-  enqueue("ascend_vllm_prefix_attention", [=, params = place(tiling.params, query)](void* stream) {
-    launch_prefix_attention(type, tiling.cores, stream, address(query), address(key_cache),
-                            address(value_cache), address(block_table), address(query_start), address(seq_lens),
-                            address(output), address(params));
-  });
-  return output;
-}
-
-at::Tensor decode_attention(const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache,
-                            const at::Tensor& block_table, const at::Tensor& seq_lens, double scale,
-                            int64_t sliding_window, int64_t num_kv_heads, c10::string_view layout) {
-  const DataType type = data_type(query, "query");
-  const AttentionProblem problem = check_attention(query, key_cache, value_cache, block_table, seq_lens, scale,
-                                                   sliding_window, num_kv_heads, layout);
-  TORCH_CHECK_VALUE(query.size(0) == problem.rows, "query must have one token for each entry of seq_lens");
-  at::Tensor output = at::empty(query.sizes(), query.options());
-  if (problem.rows == 0) return output;
-  const auto tiling = tiled([&] { return tile_decode_attention(problem, vector_cores(query)); });
-  const at::Tensor workspace = at::empty({tiling.workspace_bytes}, query.options().dtype(at::kByte));
-  enqueue("ascend_vllm_decode_attention", [=, params = place(tiling.params, query)](void* stream) {
-    launch_decode_attention(type, tiling.cores, tiling.merge_cores, stream, address(query), address(key_cache),
-                            address(value_cache), address(block_table), address(seq_lens), address(workspace),
-                            address(output), address(params));
-  });
-  return output;
-}
-
 }  // namespace
 }  // namespace ascend_npu
 
 TORCH_LIBRARY_IMPL(ascend_vllm_npu, PrivateUse1, m) {
   m.impl("store_kv", &ascend_npu::store_kv);
   m.impl("norm_rope_store", &ascend_npu::norm_rope_store);
-  m.impl("prefix_attention", &ascend_npu::prefix_attention);
-  m.impl("decode_attention", &ascend_npu::decode_attention);
 }

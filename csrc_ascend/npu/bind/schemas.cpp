@@ -10,14 +10,6 @@ TORCH_LIBRARY(ascend_vllm_npu, m) {
       "float epsilon, Tensor positions, Tensor cos_sin, Tensor(a!) key_cache, Tensor(b!) value_cache, "
       "Tensor slot_mapping, bool keeps_keys) -> (Tensor, Tensor, Tensor)");
   m.def(
-      "prefix_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, "
-      "Tensor query_start, Tensor seq_lens, float scale, int sliding_window, int num_kv_heads, str layout) -> "
-      "Tensor");
-  m.def(
-      "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor "
-      "seq_lens, "
-      "float scale, int sliding_window, int num_kv_heads, str layout) -> Tensor");
-  m.def(
       "lora_shrink(Tensor x, Tensor weights, Tensor adapters, Tensor order, Tensor(a!) y, float scale) -> ()");
   m.def("lora_expand(Tensor x, Tensor weights, Tensor adapters, Tensor order, Tensor(a!) y, int offset) -> ()");
   m.def(

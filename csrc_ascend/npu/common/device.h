@@ -8,9 +8,8 @@ namespace ascend_npu {
 
 using namespace AscendC;
 
-constexpr int32_t kLanes = 64;        // floats that one repeat of an instruction computes
-constexpr int32_t kBlockLanes = 8;    // floats of a 32-byte block
-constexpr int32_t kBlockHalves = 16;  // 16-bit elements of a 32-byte block
+constexpr int32_t kLanes = 64;      // floats that one repeat of an instruction computes
+constexpr int32_t kBlockLanes = 8;  // floats of a 32-byte block
 
 __aicore__ inline int32_t ceil_div(int32_t value, int32_t unit) { return (value + unit - 1) / unit; }
 __aicore__ inline int32_t round_up(int32_t value, int32_t unit) { return ceil_div(value, unit) * unit; }
@@ -71,37 +70,13 @@ __aicore__ inline void dot_rows(const LocalTensor<float>& sums, const LocalTenso
   PipeBarrier<PIPE_V>();
 }
 
-// result[d] += sum over rows of weights[r] * matrix[r][d]. weights: [rows][8], each weight eight times;
-// products: room for [rows][64]. Rows are added in pairs, so the rounding errors grow with their logarithm.
-__aicore__ inline void add_weighted_rows(const LocalTensor<float>& result, const LocalTensor<float>& products,
-                                         const LocalTensor<float>& matrix, const LocalTensor<float>& weights,
-                                         int32_t rows, int32_t width) {
+// matrix[r][d] /= factors[r]. factors: [rows][8], each factor eight times.
+__aicore__ inline void divide_rows(const LocalTensor<float>& matrix, const LocalTensor<float>& factors,
+                                   int32_t rows, int32_t width) {
   for (int32_t begin = 0; begin < width; begin += kLanes) {
     const int32_t lanes = smaller(kLanes, width - begin);
-    Mul(products, matrix[begin], weights, lanes, rows,
-        BinaryRepeatParams(1, 1, 0, lanes / kBlockLanes, width / kBlockLanes, 1));
-    PipeBarrier<PIPE_V>();
-    for (int32_t count = rows; count > 1; count = ceil_div(count, 2)) {
-      const int32_t kept = ceil_div(count, 2);
-      Add(products, products, products[kept * lanes], (count - kept) * lanes);
-      PipeBarrier<PIPE_V>();
-    }
-    Add(result[begin], result[begin], products, lanes);
-    PipeBarrier<PIPE_V>();
-  }
-}
-
-// matrix[r][d] *= factors[r], or /= factors[r]. factors: [rows][8], each factor eight times.
-template <bool divides>
-__aicore__ inline void scale_rows(const LocalTensor<float>& matrix, const LocalTensor<float>& factors,
-                                  int32_t rows, int32_t width) {
-  for (int32_t begin = 0; begin < width; begin += kLanes) {
-    const int32_t lanes = smaller(kLanes, width - begin);
-    const BinaryRepeatParams strides(1, 1, 0, width / kBlockLanes, width / kBlockLanes, 1);
-    if (divides)
-      Div(matrix[begin], matrix[begin], factors, lanes, rows, strides);
-    else
-      Mul(matrix[begin], matrix[begin], factors, lanes, rows, strides);
+    Div(matrix[begin], matrix[begin], factors, lanes, rows,
+        BinaryRepeatParams(1, 1, 0, width / kBlockLanes, width / kBlockLanes, 1));
   }
   PipeBarrier<PIPE_V>();
 }

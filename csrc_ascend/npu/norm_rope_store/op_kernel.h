@@ -133,7 +133,7 @@ class NormRopeStore {
     PipeBarrier<PIPE_V>();
     Brcb(factors_, sums_, round_up(heads_, kBlockLanes) / kBlockLanes, BrcbRepeatParams(1, kBlockLanes));
     PipeBarrier<PIPE_V>();
-    scale_rows<true>(rows_, factors_, heads_, size_);
+    divide_rows(rows_, factors_, heads_, size_);
     for (int32_t begin = 0; begin < size_; begin += kLanes) {
       const int32_t lanes = smaller(kLanes, size_ - begin);
       const BinaryRepeatParams strides(1, 1, 1, stride, stride, 0);

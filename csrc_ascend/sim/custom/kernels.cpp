@@ -31,10 +31,8 @@ void launch_on_stream(const std::string& name, int cores, void* stream, std::fun
 #define ASCEND_NPU_LAUNCH(kernel, cores, stream, ...) \
   launch_on_stream(#kernel, static_cast<int>(cores), stream, [=] { kernel(__VA_ARGS__); })
 
-#include "npu/decode_attention/op_kernel.cpp"
 #include "npu/edit_and_sample/op_kernel.cpp"
 #include "npu/lora_expand/op_kernel.cpp"
 #include "npu/lora_shrink/op_kernel.cpp"
 #include "npu/norm_rope_store/op_kernel.cpp"
-#include "npu/prefix_attention/op_kernel.cpp"
 #include "npu/store_kv/op_kernel.cpp"
