@@ -44,6 +44,19 @@ ASCEND_SIM_EXPORT void submit(aclrtStream stream, std::string name, std::functio
 // Whether the stream (null: the current device's default stream) records instead of running.
 ASCEND_SIM_EXPORT bool is_capturing(aclrtStream stream);
 
+// Notifies of a device, with which streams and cards signal one another: taken for as long as the object lives.
+class ASCEND_SIM_EXPORT Notifies {
+ public:
+  // RuntimeError if the device has not so many left.
+  Notifies(int device, std::size_t count);
+  ~Notifies();
+  Notifies(const Notifies&) = delete;
+
+ private:
+  int device_;
+  std::size_t count_;
+};
+
 // Whether all of [pointer, pointer + bytes) lies in one live device allocation or in mapped physical memory.
 ASCEND_SIM_EXPORT bool on_device(const void* pointer, std::size_t bytes = 1);
 

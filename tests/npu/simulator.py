@@ -24,6 +24,7 @@ OWN_TESTS = (
     "test_generations.py",
     "test_hccl.py",
     "test_refusals.py",
+    "test_runtime_cards.py",
     "test_runtime_format.py",
     "test_runtime_graphs.py",
     "test_runtime_memory.py",

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from tests.npu import acl
 from tests.server import ROOT, free_port
 
 HCCL = ctypes.CDLL("libhccl.so")
@@ -51,7 +52,8 @@ class _Ranks:
         assert HCCL.HcclGetRootInfo(root) == SUCCESS
         self.handles = [ctypes.c_void_p() for _ in range(count)]
         self.streams = [torch.npu.Stream() for _ in range(count)]
-        self._threads = ThreadPoolExecutor(count)
+        # a communicator is its thread's device's
+        self._threads = ThreadPoolExecutor(count, initializer=acl.call, initargs=("aclrtSetDevice", 0))
         self.each(
             lambda rank: HCCL.HcclCommInitRootInfo(count, root, rank, ctypes.byref(self.handles[rank])),
             [SUCCESS] * count,

@@ -1,4 +1,5 @@
 // Devices, contexts, versions and the settings of a device.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <sstream>
@@ -15,22 +16,28 @@ thread_local Context* t_context = nullptr;
 
 bool g_initialized = false;
 
-// ASCEND_RT_VISIBLE_DEVICES: the devices a process sees, up to the first that does not exist.
-int visible_devices() {
+// ASCEND_RT_VISIBLE_DEVICES: the cards a process sees, up to the first that does not exist.
+std::vector<int> visible_cards() {
   const int all = options().devices;
   const char* list = std::getenv("ASCEND_RT_VISIBLE_DEVICES");
-  if (list == nullptr) return all;
+  std::vector<int> seen;
+  if (list == nullptr) {
+    for (int card = 0; card < all; ++card) seen.push_back(card);
+    return seen;
+  }
   std::istringstream words(list);
-  std::set<int> seen;
   for (std::string word; std::getline(words, word, ',');) {
     char* end = nullptr;
     long device = std::strtol(word.c_str(), &end, 10);
     if (word.empty() || *end != '\0' || device < 0 || device >= all ||
-        !seen.insert(static_cast<int>(device)).second)
+        std::count(seen.begin(), seen.end(), device) > 0)
       break;
+    seen.push_back(static_cast<int>(device));
   }
-  return static_cast<int>(seen.size());
+  return seen;
 }
+
+int visible_devices() { return static_cast<int>(visible_cards().size()); }
 
 Context* primary_context(int device) {
   auto found = g_primary.find(device);
@@ -75,6 +82,11 @@ void check_device(int device) {
   if (device < 0 || device >= visible_devices())
     throw RuntimeError(ACL_ERROR_RT_INVALID_DEVICEID, "there is no device " + std::to_string(device) + ": " +
                                                           std::to_string(visible_devices()) + " are visible");
+}
+
+int card_of(int device) {
+  check_device(device);
+  return visible_cards()[device];
 }
 
 int require_device() {

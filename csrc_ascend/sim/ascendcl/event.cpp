@@ -6,6 +6,28 @@ namespace ascend_sim {
 
 Registry<Event> g_events("event", ACL_ERROR_RT_INVALID_HANDLE);
 
+namespace {
+
+std::mutex g_notify_mutex;
+std::map<int, std::size_t> g_notifies;  // taken of each device
+
+}  // namespace
+
+Notifies::Notifies(int device, std::size_t count) : device_(device), count_(count) {
+  const std::lock_guard<std::mutex> guard(g_notify_mutex);
+  if (count > options().notifies - g_notifies[device])
+    throw RuntimeError(ACL_ERROR_RT_NO_NOTIFY_RESOURCE,
+                       std::to_string(count) + " notifies are needed, and " +
+                           std::to_string(g_notifies[device]) + " of the device's " +
+                           std::to_string(options().notifies) + " are in use, by graphs and communicators");
+  g_notifies[device] += count;
+}
+
+Notifies::~Notifies() {
+  const std::lock_guard<std::mutex> guard(g_notify_mutex);
+  g_notifies[device_] -= count_;
+}
+
 void reach(Event* event, std::uint64_t number) {
   event->reached = std::max(event->reached, number);
   event->when = std::chrono::steady_clock::now();
@@ -56,6 +78,7 @@ void wait_in_capture(Stream* stream, Event* event) {
   Seen& seen = capture->streams[stream];
   for (const auto& [other, count] : event->seen) seen[other] = std::max(seen[other], count);
   append_node(stream, {"aclrtStreamWaitEvent", [] {}});
+  ++capture->graph->num_waits;
 }
 
 void wait_for(Stream* stream, Event* event) {

@@ -203,6 +203,7 @@ aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI* graph) {
       require_stream_left(item.first->device);
       ++capture->graph->num_streams;
     }
+    capture->graph->notifies = std::make_unique<Notifies>(capture->origin->device, capture->graph->num_waits);
     *graph = g_graphs.add(std::move(capture->graph));
   });
 }

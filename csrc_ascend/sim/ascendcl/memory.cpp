@@ -8,6 +8,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "card_account.h"
+
 namespace ascend_sim {
 namespace {
 
@@ -54,6 +56,10 @@ Arena& arena(int device) {
   if (begin == MAP_FAILED) fail("mmap");
   std::uintptr_t first = round_up(address(begin), kHugePage);
   return g_arenas[device] = Arena{first, first, {}};
+}
+
+std::size_t free_bytes(const Arena& from, const CardUse& card) {
+  return options().memory - std::min(options().memory, from.used + card.by_others());
 }
 
 // The first free range at or after the cursor, which only advances and wraps around at the end.
@@ -118,19 +124,23 @@ void release_addresses(void* begin) {
 void charge(int device, std::size_t bytes, const char* what) {
   Lock lock(g_memory);
   Arena& from = arena(device);
-  if (bytes > options().memory - from.used)
+  CardUse card(device);
+  const std::size_t left = free_bytes(from, card);
+  if (bytes > left)
     throw RuntimeError(ACL_ERROR_RT_MEMORY_ALLOCATION, std::string(what) + " of " + std::to_string(bytes) +
                                                            " bytes on device " + std::to_string(device) +
-                                                           ", which has " +
-                                                           std::to_string(options().memory - from.used) +
-                                                           " of " + std::to_string(options().memory) + " left");
+                                                           ", which has " + std::to_string(left) + " of " +
+                                                           std::to_string(options().memory) + " left");
   from.used += bytes;
   from.peak = std::max(from.peak, from.used);
+  card.set_own(from.used);
 }
 
 void refund(int device, std::size_t bytes) {
   Lock lock(g_memory);
-  arena(device).used -= bytes;
+  Arena& from = arena(device);
+  from.used -= bytes;
+  CardUse(device).set_own(from.used);
 }
 
 void add_live(void* begin, std::size_t bytes, int device) {
@@ -344,7 +354,7 @@ aclError aclrtGetMemInfo(aclrtMemAttr, size_t* available, size_t* total) {
     int device = require_device();
     Lock lock(g_memory);
     *total = options().memory;
-    *available = options().memory - arena(device).used;
+    *available = free_bytes(arena(device), CardUse(device));
   });
 }
 

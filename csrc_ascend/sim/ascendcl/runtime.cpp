@@ -46,6 +46,8 @@ const Options& options() {
       environment("ASCEND_SIM_FAIL", ""),
       number<std::size_t>("ASCEND_SIM_STREAMS", "2048"),
       number<std::size_t>("ASCEND_SIM_EVENTS", "65536"),
+      number<std::size_t>("ASCEND_SIM_NOTIFIES", "8192"),
+      environment("ASCEND_SIM_CARDS", ""),
   };
   return once;
 }

@@ -42,6 +42,9 @@ struct Options {
   // that a device has, those that graphs keep among them
   std::size_t streams;
   std::size_t events;
+  std::size_t notifies;
+  // file of the account of memory that processes share; empty: each has its devices alone
+  std::string cards;
 };
 const Options& options();
 
@@ -117,8 +120,10 @@ struct Graph {
   std::vector<std::unique_ptr<TaskGroup>> groups;
   // asked for and not finished
   std::set<const Replay*> replays;
-  // those that it was captured on, which it keeps
+  // those that it was captured on, and a notify for each wait between them, which it keeps
   std::size_t num_streams = 0;
+  std::size_t num_waits = 0;
+  std::unique_ptr<Notifies> notifies;
 };
 
 // A replay in a stream; continues where it stopped at an external event that was not recorded yet.
@@ -212,5 +217,7 @@ void refuse_if_captured(Stream* stream, const char* call);
 // The calling thread's device; RuntimeError without one. Without the lock.
 int require_device();
 void check_device(int device);
+// The machine's number of a device, as ASCEND_RT_VISIBLE_DEVICES lists it.
+int card_of(int device);
 
 }  // namespace ascend_sim

@@ -73,7 +73,11 @@ void make_root_info(HcclRootInfo* root) {
 
 Communicator::Communicator(const HcclRootInfo& root, uint32_t ranks, uint32_t rank, std::string name,
                            int timeout)
-    : ranks_(ranks), rank_(rank), name_(std::move(name)), timeout_(timeout) {
+    : ranks_(ranks),
+      rank_(rank),
+      name_(std::move(name)),
+      timeout_(timeout),
+      notifies_(current_device(), kNotifiesOfAPeer * (ranks - 1)) {
   if (timeout_ <= 0) timeout_ = seconds_of("HCCL_EXEC_TIMEOUT", 1836);
   file_ = open_memory(root);
   void* memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);

@@ -16,11 +16,15 @@
 #include <stdexcept>
 #include <string>
 
+#include "sim/runtime.h"
+
 namespace ascend_sim::hccl {
 
 constexpr uint32_t kMaxRanks = 32;
 constexpr size_t kSlotBytes = 1 << 20;
 constexpr size_t kFrameBytes = 1 << 18;
+// that a communicator takes of a device for each other rank: its data is there, and it has been read
+constexpr size_t kNotifiesOfAPeer = 2;
 
 // A failure with the interface's error code.
 struct Failure : std::runtime_error {
@@ -91,6 +95,7 @@ class Communicator {
   uint32_t ranks_, rank_;
   std::string name_;
   int timeout_;
+  Notifies notifies_;
   int file_ = -1;
   Shared* shared_ = nullptr;
   std::mutex mutex_;
