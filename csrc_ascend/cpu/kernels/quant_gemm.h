@@ -28,14 +28,27 @@ ASCEND_VLLM_KERNEL(int8_linear, Int8LinearArgs)
 namespace ascend_vllm {
 namespace {
 
+// Panels that quant_amx.h and quant_amx_int8.h multiply together by so many rows; 0 without tiles.
+inline int64_t panels_together([[maybe_unused]] int64_t rows) {
+#ifdef __AMX_BF16__
+  return rows <= kTileHeight ? 4 : 2;
+#else
+  return 0;
+#endif
+}
+
 // A product's rows and panels, in tasks: task(row, rows, panel, panels).
 template <class Task>
 void run_quantized(int64_t rows, int64_t panels, int64_t work, int64_t most_rows, int64_t most_panels,
                    const Task& task) {
   int64_t row_blocks = (rows + most_rows - 1) / most_rows, group = most_panels;
   const int threads = threads_for(work);
-  // fewer panels per task if there would be too few tasks to balance the threads
-  while (group > 1 && row_blocks * ((panels + group - 1) / group) < 8 * threads) group /= 2;
+  // fewer panels per task if there would be too few tasks to balance the threads; those that tiles multiply
+  // together only if there would be hardly more tasks than threads
+  const int64_t together = panels_together(rows);
+  while (group > 1 && row_blocks * ((panels + group - 1) / group) < (group > together ? 8 : 2) * threads) {
+    group /= 2;
+  }
   const int64_t groups = (panels + group - 1) / group;
   const auto run = [&](int64_t index) {
     const int64_t block = index / groups, panel = index % groups * group;
