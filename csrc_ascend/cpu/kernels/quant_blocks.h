@@ -62,8 +62,8 @@ class BlockSums {
 
   // How many steps there are until the next chain. The first ones wait for the products.
   void pace(int64_t steps) {
-    pause_ = std::min(kMostPause, (steps - 1) / 2);
-    rows_of_step_ = (kTileBlock + steps - pause_ - 1) / (steps - pause_);
+    pause_ = std::min(kMostPause, std::max<int64_t>(0, steps - 1) / 2);
+    rows_of_step_ = steps == 0 ? 0 : (kTileBlock + steps - pause_ - 1) / (steps - pause_);
   }
   [[gnu::always_inline]] void step() {
     if (pause_ > 0) {
@@ -205,6 +205,7 @@ class BlockedTask {
       step += slice.steps;
       slice = next;
     }
+    store_sums<2>(sums_.next(before_));
     sums_.finish_all();
   }
 
@@ -245,19 +246,44 @@ class BlockedTask {
     int64_t step = 0;
     for (int64_t c = 0; c < slice.count; ++c) {
       const int64_t steps = slice.chain_steps(c), complete = weights_.complete_steps(steps);
-      sums_.pace(steps);
-      zero_sums();
-      add_chain(x, weights_.weights(step), complete);
-      if (complete < steps) add_products(x + complete * kBlockBytes, weights_.rest(), 1);
+      const TilePair w = complete > 0 ? weights_.weights(step) : weights_.rest();
+      begin_chain(x, w, has_before_ ? sums_.next(before_) : nullptr);
+      sums_.pace(steps - 1);
+      if (complete > 1) add_chain(x + kBlockBytes, w.from(1), complete - 1);
+      if (complete > 0 && complete < steps) add_products(x + complete * kBlockBytes, weights_.rest(), 1);
       chain.products_of = typename Weights::Sums(weights_, c);
       chain.is_first = is_first && c == 0;
       chain.is_last = is_last && c + 1 == slice.count;
-      store_sums<2>(sums_.next(chain));
+      before_ = chain;
+      has_before_ = true;
       step += steps;
       x += steps * kBlockBytes;
     }
   }
 
+  // The first step of a chain. The products of the chain before leave a tile just before its first new ones
+  // come, so that nothing waits for those of all tiles.
+  [[gnu::always_inline]] void begin_chain(const char* x, const TilePair& w, float* before) {
+    constexpr int64_t kSecond = kTileHeight * kSumsRow;
+    _tile_stream_loadd(4, x, kTileRowBytes);
+    _tile_loadd(6, w.first, kTileRowBytes);
+    if (before != nullptr) _tile_stored(0, before, kSumsRowBytes);
+    _tile_zero(0);
+    Weights::multiply_first_by_first();
+    _tile_stream_loadd(5, x + kTileBytes, kTileRowBytes);
+    if (before != nullptr) _tile_stored(2, before + kSecond, kSumsRowBytes);
+    _tile_zero(2);
+    Weights::multiply_second_by_first();
+    _tile_stream_loadd(7, w.second, kTileRowBytes);
+    weights_.step();
+    if (before != nullptr) _tile_stored(3, before + kSecond + kPanel, kSumsRowBytes);
+    _tile_zero(3);
+    Weights::multiply_second_by_second();
+    if (before != nullptr) _tile_stored(1, before + kPanel, kSumsRowBytes);
+    _tile_zero(1);
+    Weights::multiply_first_by_second();
+    finish_writes();
+  }
   // As those of gemm_tiles.h.
   [[gnu::always_inline]] void add_products(const char* x, TilePair w, int64_t steps) {
     for (; steps > 0; --steps, x += kBlockBytes, w = w.from(1)) {
@@ -288,7 +314,8 @@ class BlockedTask {
   const LinearArgs out_;
   const int64_t panel_, panels_, pairs_;
   const TaskRows rows_;
-  bool has_slices_ = false;
+  bool has_slices_ = false, has_before_ = false;
+  typename BlockSums<Weights>::Chain before_{};  // whose products are in tiles
   QuantizedTileMemory& memory_ = quantized_tile_memory();
   Weights weights_;
   BlockSums<Weights> sums_;
