@@ -241,11 +241,28 @@ def test_one_op_samples_what_many_do(num_steps: int) -> None:
     assert len({ids[0] for ids in expected}) > 2
 
 
-def test_rows_at_several_positions_are_sampled_by_many_ops() -> None:
-    batch = InputBatch(2, 32, 16, VOCAB_SIZE)
-    rows = [NewRow(slot, f"r{slot}", [1], 1, 0, [slot], each, slot, [2]) for slot, each in enumerate(PARAMS[:2])]
-    batch.apply(SchedulerOutput(0, [], rows, [], [], []))
-    sampler = Sampler(batch, RAW_LOGPROBS, torch.device("cpu"), host_memory=False, fused=True)
-    plan = sampler.plan(np.array([0, 0, 1]), num_tokens=np.array([1, 2, 1]))
-    assert plan.fused is None
-    assert plan.penalties is not None
+def test_one_op_samples_at_the_positions_of_drafts() -> None:
+    """Each with the counts up to it, and the row's own counts are right afterwards."""
+    answers = []
+    for fused in (False, True):
+        generator = torch.Generator().manual_seed(6)
+        batch = InputBatch(2, 32, 16, VOCAB_SIZE)
+        rows = [
+            NewRow(slot, f"r{slot}", [1, 4], 2, 0, [slot], each, slot, [2]) for slot, each in enumerate(PARAMS[:2])
+        ]
+        batch.apply(SchedulerOutput(0, [], rows, [], [], []))
+        sampler = Sampler(batch, RAW_LOGPROBS, torch.device("cpu"), host_memory=not fused, fused=fused)
+        # drafts behind the tokens of row 0
+        batch.token_ids[0, 2:4] = 7
+        ids = []
+        for slots, num_tokens in (([0, 0, 0, 1], [2, 3, 4, 2]), ([0, 1], [4, 3]), ([0, 1], [5, 4])):
+            plan = sampler.plan(np.array(slots), num_tokens=np.array(num_tokens))
+            assert (plan.fused is not None) == fused
+            logits = torch.randn(len(slots), VOCAB_SIZE, generator=generator)
+            sampled = sampler.sample(logits, plan, torch.tensor(num_tokens)).token_ids
+            ids.append(sampled.tolist())
+            last = sampled[-2:] if len(slots) == 2 else sampled[-1:]
+            for slot, token in zip([0, 1][-len(last) :], last.tolist(), strict=True):
+                batch.token_ids[slot, num_tokens[slot - 2]] = token
+        answers.append(ids)
+    assert answers[0] == answers[1]

@@ -54,13 +54,25 @@ class TokenCounts:
         missing = num_tokens - self._num_counted[slots]
         stale = (self._entered[slots] != batch.sampling.entered[slots]) | (missing < 0) | (missing > 1)
         if stale.any():
-            # a loop over rows that enter
-            lengths = zip(slots[stale].tolist(), num_tokens[stale].tolist(), strict=True)
-            counts = np.stack([self._count(slot, length) for slot, length in lengths])
+            counts = self._count_all(slots[stale], num_tokens[stale])
             table.index_copy_(0, *upload_all((slots[stale], counts), self._device))
         self._entered[slots] = batch.sampling.entered[slots]
         self._num_counted[slots] = num_tokens + num_steps - 1
         return table, np.where(stale | (missing == 0), -1, batch.token_ids[slots, num_tokens - 1])
+
+    def at_positions(self, slots: Int64Array, num_tokens: Int64Array) -> torch.Tensor:
+        """[C, V] int16, device: counts for a single step, of slots that may be repeated.
+
+        Args:
+            slots: [C].
+            num_tokens: [C] tokens of each that count, drafts included.
+        """
+        return upload_all([self._count_all(slots, num_tokens)], self._device)[0]
+
+    def _count_all(self, slots: Int64Array, num_tokens: Int64Array) -> npt.NDArray[np.int16]:
+        # a loop over rows that enter, or have drafts
+        lengths = zip(slots.tolist(), num_tokens.tolist(), strict=True)
+        return np.stack([self._count(slot, length) for slot, length in lengths])
 
     def _count(self, slot: int, length: int) -> npt.NDArray[np.int16]:
         """[V]"""

@@ -236,14 +236,18 @@ class Planner:
     def _fused(
         self, slots: Int64Array, features: Features, num_tokens: Int64Array, num_steps: int
     ) -> FusedStep | None:
-        """None where the op is not used: a slot with penalties samples at several positions, each with its counts."""
+        """None where the op is not used."""
+        if self._counts is None:
+            return None
         params = self._params
         penalised = np.flatnonzero(features & columns.PENALTIES)
-        if self._counts is None or len(np.unique(slots[penalised])) < len(penalised):
-            return None
         counts, count_rows, fresh_ids = self._counts.unused, np.full(len(slots), -1), np.full(len(slots), -1)
-        if len(penalised):
-            rows = slots[penalised]
+        rows = slots[penalised]
+        if len(np.unique(rows)) < len(rows):
+            # each position of a row with drafts has counts of its own
+            counts = self._counts.at_positions(rows, num_tokens[penalised])
+            count_rows[penalised] = np.arange(len(rows))
+        elif len(rows):
             counts, fresh_ids[penalised] = self._counts.bring_up(rows, num_tokens[penalised], num_steps)
             count_rows[penalised] = rows
         allowed = np.flatnonzero(features & columns.ALLOWED_IDS)
