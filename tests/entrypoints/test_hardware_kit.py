@@ -9,6 +9,7 @@ import pathlib
 import pickle
 import socket
 import tarfile
+import tempfile
 import time
 
 import pytest
@@ -51,6 +52,16 @@ def test_a_fault_ends_one_case() -> None:
     # what a step wrote is kept if something failed in it
     assert "no such operator" in kit.logs["faults"]
     assert lines[0] == "[1/2] faults: what goes wrong" and "    ok       works" in lines
+
+
+def test_variables_of_a_step_and_its_temporary_files() -> None:
+    """Variables are those of its processes, and what is left in their temporary directory is removed."""
+    step = Step("places", "tests.entrypoints.kit_places", "", 30, needs_device=False, variables={"INFER_MODE": "x"})
+    report, _, _ = run_kit(step)
+    (row,) = report.rows
+    assert (row.status, row.facts["mode"]) == ("ok", "x")
+    assert row.numbers["left"] == 1
+    assert not list(pathlib.Path(tempfile.gettempdir()).rglob("left-by-the-kit.txt"))
 
 
 def test_a_step_that_has_taken_its_time_leaves_the_rest() -> None:

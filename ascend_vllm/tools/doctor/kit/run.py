@@ -33,8 +33,6 @@ _ENDING_SECONDS = 10.0
 # what is kept of a step's output
 _LAST_CHARACTERS = 16_000
 _LAST_LINES = 3
-# operators refuse their arguments where they are called, not in a thread of torch_npu that ends with that
-_VARIABLES = {"TASK_QUEUE_ENABLE": "0", "PYTHONUNBUFFERED": "1"}
 # CANN writes its log files below it
 _CANN_LOGS = "ASCEND_PROCESS_LOG_PATH"
 
@@ -138,12 +136,13 @@ class _StepRun:
         """
         read, write = os.pipe()
         command = [sys.executable, "-m", f"{__package__}.child", self._step.module, str(first), str(write)]
-        logs = {_CANN_LOGS: str(self._directory / "cann")}
+        # the parent removes what they leave
+        places = {_CANN_LOGS: str(self._directory / "cann"), "TMPDIR": str(self._directory)}
         self._case_end = time.monotonic() + _START_SECONDS
         with self._output.open("ab") as output, os.fdopen(read, "rb", buffering=0) as messages:
             process = subprocess.Popen(
                 command,
-                env={**envs.everything(), **_VARIABLES, **logs, **variables},
+                env={**envs.everything(), **self._step.variables, **places, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
