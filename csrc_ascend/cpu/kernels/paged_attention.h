@@ -80,6 +80,7 @@ ASCEND_VLLM_KERNEL(paged_attention, PagedAttentionArgs)
 #include "cpu/kernels/paged_depth_lanes.h"
 #include "cpu/kernels/paged_query_lanes.h"
 #include "cpu/kernels/paged_query_tiles.h"
+#include "cpu/kernels/paged_row_tiles.h"
 #include "cpu/kernels/paged_widen.h"
 #include "cpu/parallel.h"
 
@@ -109,13 +110,13 @@ static_assert(WidenedBlocks<float>::scratch_floats(16) <= widened_scratch_floats
 static_assert(kChunkKeys == kMaxWidenedKeys);
 
 #ifdef __AMX_BF16__
-// Minimum rows of a sequence for tiles: measured faster than vectors with 7 rows and slower with 1 to 4; 5 and
-// 6 were not measured.
+// Minimum rows of a sequence for tiles where RowTiles does not read the cache: with QueryTiles or a cache of
+// bytes, measured faster than vectors with 7 rows and slower with 1 to 4; 5 and 6 were not measured.
 constexpr int64_t kMinTileRows = 6;
 
 constexpr bool tiles_fit_scratch(int64_t size) {
-  return 2 * Part::floats(kPagedTileRows, size) + QueryTiles::scratch_floats(size) <=
-         paged_scratch_floats(size);
+  const int64_t form = max_of(QueryTiles::scratch_floats(size), RowTiles::scratch_floats(size));
+  return 2 * Part::floats(kPagedTileRows, size) + form <= paged_scratch_floats(size);
 }
 static_assert(tiles_fit_scratch(16) && tiles_fit_scratch(40) && tiles_fit_scratch(256));
 #endif
@@ -203,7 +204,8 @@ class PagedAttention {
 #ifdef __AMX_BF16__
     // tiles have a softmax of their own, which does not change scores
     if constexpr (std::is_same_v<T, bfloat16>) {
-      return sequence_rows_ >= kMinTileRows && scale() > 0.0f && !rows_.changes_scores();
+      const bool is_enough = sequence_rows_ >= kMinTileRows || (!kIsWidened && takes_row_tiles());
+      return is_enough && scale() > 0.0f && !rows_.changes_scores();
     }
 #endif
     return false;
@@ -220,6 +222,8 @@ class PagedAttention {
   }
 
 #ifdef __AMX_BF16__
+  bool takes_row_tiles() const { return RowTiles::takes(sequence_rows_, args_.cache.head_size); }
+
   template <class Attend>
   void run_in_tiles(const HeadBlocks<bfloat16>& blocks, const Attend& attend) {
     KeyRange<bfloat16> keys{&blocks, 0, 0}, next = keys;
@@ -232,7 +236,12 @@ class PagedAttention {
         next = {&next_blocks, next_->key_begin, next_->key_end};
       }
     }
-    run_with(QueryTiles(blocks, rows_, scale(), scratch_, TileFetch(keys, next)), attend);
+    const TileFetch fetch(keys, next);
+    if (takes_row_tiles()) {
+      run_with(RowTiles(blocks, rows_, scale(), scratch_, fetch), attend);
+    } else {
+      run_with(QueryTiles(blocks, rows_, scale(), scratch_, fetch), attend);
+    }
   }
 #endif
 

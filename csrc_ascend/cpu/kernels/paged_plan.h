@@ -75,40 +75,39 @@ class PagedPlan {
     const int64_t rows = rows_of(s);
     for (int64_t begin = (rows - 1) / tile_rows_ * tile_rows_; begin >= 0; begin -= tile_rows_) {
       const int64_t end = std::min(begin + tile_rows_, rows);
-      for (int64_t k = 0; k < args_->cache.kv_heads; ++k) {
-        PagedItem item{};
-        item.sequence = static_cast<int32_t>(s);
-        item.kv_head = static_cast<int32_t>(k);
-        item.row_begin = static_cast<int32_t>(begin);
-        item.row_end = static_cast<int32_t>(end);
-        item.key_begin = static_cast<int32_t>(key_begin_of(s, begin));
-        item.key_end = static_cast<int32_t>(key_end_of(s, end - 1));
-        item.merge = -1;
-        const bool may_split = args_->split_keys > 0 && rows <= kPagedTileRows && threads > 1;
-        if (may_split && work_of(s, begin, end) > split_work_) {
-          add_splits(item);
-        } else {
-          items.push_back(item);
-        }
-      }
+      PagedItem item{};
+      item.sequence = static_cast<int32_t>(s);
+      item.row_begin = static_cast<int32_t>(begin);
+      item.row_end = static_cast<int32_t>(end);
+      item.key_begin = static_cast<int32_t>(key_begin_of(s, begin));
+      item.key_end = static_cast<int32_t>(key_end_of(s, end - 1));
+      item.merge = -1;
+      const bool may_split = args_->split_keys > 0 && rows <= kPagedTileRows && threads > 1;
+      add_heads(item, may_split && (args_->cache.kv_heads > 1 || work_of(s, begin, end) > split_work_));
     }
   }
 
-  void add_splits(PagedItem item) {
+  // One item for each head, or for each head and split: those of all heads follow one another, since their keys
+  // are neighbours in memory, and the processor fetches ahead from one to the next.
+  void add_heads(PagedItem item, bool is_split) {
     const int64_t length = args_->split_keys, begin = item.key_begin, end = item.key_end;
-    const int64_t first = begin / length, splits = (end - 1) / length + 1 - first;
-    if (splits == 1) {
-      items.push_back(item);
-      return;
+    const int64_t first = is_split ? begin / length : 0, splits = is_split ? (end - 1) / length + 1 - first : 1;
+    const auto first_merge = static_cast<int64_t>(merges.size());
+    for (int64_t k = 0; splits > 1 && k < args_->cache.kv_heads; ++k) {
+      merges.push_back({part_floats, static_cast<int32_t>(splits), static_cast<int32_t>(splits)});
+      part_floats += splits * (item.row_end - item.row_begin) * (args_->cache.head_size + 2);
     }
-    item.merge = static_cast<int32_t>(merges.size());
-    merges.push_back({part_floats, static_cast<int32_t>(splits), static_cast<int32_t>(splits)});
-    part_floats += splits * (item.row_end - item.row_begin) * (args_->cache.head_size + 2);
     for (int64_t i = 0; i < splits; ++i) {
-      item.split = static_cast<int32_t>(i);
-      item.key_begin = static_cast<int32_t>(std::max(begin, (first + i) * length));
-      item.key_end = static_cast<int32_t>(std::min(end, (first + i + 1) * length));
-      items.push_back(item);
+      if (splits > 1) {
+        item.split = static_cast<int32_t>(i);
+        item.key_begin = static_cast<int32_t>(std::max(begin, (first + i) * length));
+        item.key_end = static_cast<int32_t>(std::min(end, (first + i + 1) * length));
+      }
+      for (int64_t k = 0; k < args_->cache.kv_heads; ++k) {
+        item.kv_head = static_cast<int32_t>(k);
+        if (splits > 1) item.merge = static_cast<int32_t>(first_merge + k);
+        items.push_back(item);
+      }
     }
   }
 

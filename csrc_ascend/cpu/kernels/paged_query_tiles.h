@@ -1,5 +1,5 @@
 // Attention of bfloat16 query rows with AMX tiles, and vector lanes along the rows as in paged_query_lanes.h.
-// For prompts, and decoding with all but the smallest groups.
+// For prompts, and decoding with more rows than paged_row_tiles.h takes.
 //
 // With tiles the products cost less than the softmax between them, so the softmax is cheaper here too: powers
 // of two are only as accurate as bfloat16 weights need, and sums are rescaled only when a row's largest score

@@ -149,7 +149,7 @@ struct Part {
 };
 
 inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+constexpr int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t round_down(int64_t a, int64_t step) { return a / step * step; }
 constexpr int64_t round_up(int64_t a, int64_t step) { return (a + step - 1) / step * step; }
 inline int64_t clamp(int64_t a, int64_t low, int64_t high) { return max_of(low, min_of(a, high)); }
