@@ -33,6 +33,8 @@ _ANY_LENGTH = 4 * 1024 * 1024
 # the same for tokenizers in Python, which hold the GIL
 _ANY_LENGTH_IN_PYTHON = 512 * 1024
 _BYTES_PER_TOKEN = 8
+# longest text that a fast tokenizer takes on the event loop: sooner than it could be passed to a thread and back
+_AT_ONCE = 512
 # limit of ids that are only detokenised, or max_model_len if that is more
 _ANY_NUMBER_OF_IDS = 1024 * 1024
 # characters of the chunks in which the tokens of a text that is probably too long are counted
@@ -305,7 +307,7 @@ class Tokenizer:
     async def encode_async(
         self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None, any_length: bool = False
     ) -> list[int]:
-        """`encode` off the event loop.
+        """`encode` off the event loop, unless the text is short.
 
         Args:
             text, add_special_tokens: see `encode`.
@@ -326,6 +328,8 @@ class Tokenizer:
                 await thread.run(len(text), self._check_num_tokens, text, max_tokens)
         if self._one_thread:
             return await thread.run(len(text), self.encode, text, add_special_tokens)
+        if len(text) <= _AT_ONCE:
+            return _ids_of(self._encode(text, add_special_tokens))
         if thread is not self._threads.long:
             return await thread.run(len(text), lambda: _ids_of(self._encode(text, add_special_tokens)))
         # the list is made in another thread: one of low priority must not hold the GIL for long

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ascend_vllm.entrypoints.http.errors import error_body
+from ascend_vllm.entrypoints.http.streaming import DIRECT_SEND
 
 # vLLM's defaults
 DEFAULT_MAX_HEAD_BYTES = 4 << 20
@@ -209,6 +210,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if scope["path"] not in _AT_ONCE:
             await self._start_limiter.enter()
         if not cycle.disconnected:
+            scope[DIRECT_SEND] = send
             await self._answer(scope, receive, send)
 
     def on_response_complete(self) -> None:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ascend_vllm.engine.text_threads import SHORT
 from ascend_vllm.entrypoints.http.request_ids import claims_of
@@ -26,6 +26,8 @@ encode_json = msgspec.json.Encoder().encode
 
 # a comment, which clients of server-sent events skip
 KEEP_ALIVE = b": keep-alive\n\n"
+# key of a scope: the server's own `send`, for the parts of a body, which no middleware of this package looks at
+DIRECT_SEND = "ascend_vllm.direct_send"
 # generators of an answer that are started in one iteration of the event loop
 _STARTED_AT_ONCE = 16
 
@@ -98,22 +100,33 @@ class StreamResponse(Response):
         self.background = None
         self.init_headers({"cache-control": "no-cache"} if media_type else None)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send head and body, or stop when the client disconnects."""
         try:
             with contextlib.suppress(ClientDisconnectedError):
-                await run_unless_disconnected(receive, self._send(send))
+                await run_unless_disconnected(receive, self._send(send, scope.get(DIRECT_SEND, send)))
         finally:
             await self._body.aclose()
             await self._on_close()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, send_part: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for data in self._body:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send_part({"type": "http.response.body", "body": data, "more_body": True})
         if self._on_end is not None:
             self._on_end()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class WholeChainMiddleware:
+    """Passes every part of an answer through the middleware inside of this, which may look at bodies."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.pop(DIRECT_SEND, None)
+        await self._app(scope, receive, send)
 
 
 async def with_keep_alive(body: AsyncGenerator[bytes, None], interval_s: float) -> AsyncGenerator[bytes, None]:

@@ -15,11 +15,13 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic_core import SchemaValidator, core_schema
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import request_response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ascend_vllm.engine.text_threads import TextThread
@@ -162,6 +164,10 @@ def add_body_route(
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     described = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
     app.add_api_route(path, create, methods=["POST"], name=name, openapi_extra=described)
+    route = app.router.routes[-1]
+    if isinstance(route, APIRoute):
+        # without FastAPI's part of a call, which looks for parameters and dependencies, and there are none
+        route.app = request_response(create)
 
 
 async def read_body(http: Request, model: type[B]) -> B:

@@ -39,7 +39,7 @@ from ascend_vllm.entrypoints.http.metrics import (
     ServerLoadMiddleware,
 )
 from ascend_vllm.entrypoints.http.request_ids import RequestIdClaimsMiddleware, RequestIdMiddleware
-from ascend_vllm.entrypoints.http.streaming import ClientDisconnectedError
+from ascend_vllm.entrypoints.http.streaming import ClientDisconnectedError, WholeChainMiddleware
 from ascend_vllm.entrypoints.http.validation import add_body_route
 from ascend_vllm.entrypoints.openai.admin_routes import add_development_routes, add_profiling_routes
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
@@ -242,6 +242,7 @@ def _add_middleware(app: FastAPI, args: FrontendArgs) -> None:
     for name in args.middleware:
         add_named_middleware(app, name)
     if args.middleware:
+        app.add_middleware(WholeChainMiddleware)
         # turns their exceptions into responses, inside the middleware below, which adds headers
         app.add_middleware(AnswerErrorsMiddleware, answer=error_response)
     keys = api_keys(args)
