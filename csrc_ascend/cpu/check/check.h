@@ -41,6 +41,11 @@ template <>
 inline constexpr double kRounding<bfloat16> = 0x1p-8;
 template <>
 inline constexpr double kRounding<float16> = 0x1p-11;
+// Half of the smallest number of a type, where that matters.
+template <class T>
+constexpr double kLeast = 0.0;
+template <>
+inline constexpr double kLeast<float16> = 0x1p-25;
 template <class T>
 constexpr DType kDType = DType::kFloat32;
 template <>
@@ -63,7 +68,7 @@ class Case {
   // `got` is `want` rounded to its type, but for an error of `slack` before that.
   template <class T>
   void near(const T& got, double want, double slack, int64_t at) {
-    const double number = to_float(got), bound = 1.01 * kRounding<T> * std::abs(want) + slack;
+    const double number = to_float(got), bound = 1.01 * kRounding<T> * std::abs(want) + kLeast<T> + slack;
     const bool is_same = std::isnan(want) ? std::isnan(number) : number == want;
     if (!is_same && !(std::abs(number - want) <= bound)) fail(at, number, want, bound);
   }

@@ -3,8 +3,9 @@
 //   VecI: load_i, store_i, set1_i, zero_i, add_i, sub_i, mul_i, and_i, or_i, shift_right<n> (zeros enter),
 //   shift_left<n>, to_float (of signed numbers), as_float (the bits), load_bytes (kLanes unsigned bytes),
 //   sub_halves (of 16-bit halves), dot_halves(acc, a, b): acc + the dot product of signed 16-bit pairs;
-//   where kHasByteDots, dot_bytes(acc, a, b): acc + the dot product of four unsigned and four signed bytes;
-//   store_int16 and store_int8 of integral float lanes within those types' ranges.
+//   where kHasByteDots (ASCEND_VLLM_BYTE_DOTS), dot_bytes(acc, byte_operand(a), b): acc + the dot product of
+//   four unsigned bytes, less kByteBias each, and four signed ones; bytes below 128 need no byte_operand and
+//   have no bias; store_int16 and store_int8 of integral float lanes within those types' ranges.
 // VecI is no __m512i or __m256i, arrays of which GCC 12 stores to memory in each step of a loop.
 #pragma once
 
@@ -45,7 +46,7 @@ inline void store_int8(int8_t* p, VecF v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
 }
 #ifdef __AVX512VNNI__
-constexpr bool kHasByteDots = true;
+#define ASCEND_VLLM_BYTE_DOTS
 inline VecI dot_halves(VecI acc, VecI a, VecI b) {
   return (VecI)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
 }
@@ -53,7 +54,6 @@ inline VecI dot_bytes(VecI acc, VecI a, VecI b) {
   return (VecI)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
 }
 #else
-constexpr bool kHasByteDots = false;
 inline VecI dot_halves(VecI acc, VecI a, VecI b) {
   return (VecI)_mm512_add_epi32((__m512i)acc, _mm512_madd_epi16((__m512i)a, (__m512i)b));
 }
@@ -96,7 +96,6 @@ inline void store_int8(int8_t* p, VecF v) {
   const __m128i halves = narrow_int16(v);
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(halves, halves));
 }
-constexpr bool kHasByteDots = false;
 inline VecI dot_halves(VecI acc, VecI a, VecI b) {
   return (VecI)_mm256_add_epi32((__m256i)acc, _mm256_madd_epi16((__m256i)a, (__m256i)b));
 }
@@ -146,8 +145,21 @@ inline VecI dot_halves(VecI acc, VecI a, VecI b) {
   const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y)), high = vmull_high_s16(x, y);
   return (VecI)vaddq_s32((int32x4_t)acc, vpaddq_s32(low, high));
 }
-constexpr bool kHasByteDots = false;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define ASCEND_VLLM_BYTE_DOTS
+inline VecI dot_bytes(VecI acc, VecI a, VecI b) {
+  return (VecI)vusdotq_s32((int32x4_t)acc, (uint8x16_t)a, (int8x16_t)b);
+}
+#elif defined(__ARM_FEATURE_DOTPROD)
+// Of signed bytes only.
+#define ASCEND_VLLM_BYTE_DOTS
+#define ASCEND_VLLM_SIGNED_BYTE_DOTS
+inline VecI dot_bytes(VecI acc, VecI a, VecI b) {
+  return (VecI)vdotq_s32((int32x4_t)acc, (int8x16_t)a, (int8x16_t)b);
+}
+#else
 inline VecI dot_bytes(VecI acc, VecI, VecI) { return acc; }
+#endif
 
 #else
 
@@ -187,7 +199,6 @@ inline void store_int16(int16_t* p, VecF v) {
 inline void store_int8(int8_t* p, VecF v) {
   for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(v[i]);
 }
-constexpr bool kHasByteDots = false;
 inline VecI dot_halves(VecI acc, VecI a, VecI b) {
   const SignedLanes low = ((SignedLanes)(a << 16) >> 16) * ((SignedLanes)(b << 16) >> 16);
   const SignedLanes high = ((SignedLanes)a >> 16) * ((SignedLanes)b >> 16);
@@ -195,6 +206,19 @@ inline VecI dot_halves(VecI acc, VecI a, VecI b) {
 }
 inline VecI dot_bytes(VecI acc, VecI, VecI) { return acc; }
 
+#endif
+
+#ifdef ASCEND_VLLM_BYTE_DOTS
+constexpr bool kHasByteDots = true;
+#else
+constexpr bool kHasByteDots = false;
+#endif
+#ifdef ASCEND_VLLM_SIGNED_BYTE_DOTS
+constexpr int32_t kByteBias = 128;
+inline VecI byte_operand(VecI a) { return a ^ set1_i(static_cast<int32_t>(0x80808080u)); }
+#else
+constexpr int32_t kByteBias = 0;
+inline VecI byte_operand(VecI a) { return a; }
 #endif
 
 }  // namespace

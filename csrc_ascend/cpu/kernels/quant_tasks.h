@@ -229,7 +229,7 @@ class QuantizedTask {
   }
 
   void multiply(int64_t row, int64_t rows, int64_t panel, int64_t panels, float* sums) const {
-#ifdef __AVX512VNNI__
+#ifdef ASCEND_VLLM_BYTE_DOTS
     if (a_.rounds_inputs) {
       const int8_t* x = reinterpret_cast<const int8_t*>(a_.workspace) + row * inputs_.stride;
       const float* totals_of = reinterpret_cast<const float*>(totals()) + row * inputs_.blocks;

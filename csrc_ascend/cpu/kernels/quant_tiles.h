@@ -11,13 +11,13 @@ constexpr int64_t kFloatSlice = 64;          // inputs that are unpacked to floa
 // rows of a tile by one panel that is unpacked in registers
 #if defined(__AVX512F__)
 constexpr int kUnpackRows = 12;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(ASCEND_VLLM_NEON)
 constexpr int kUnpackRows = 8;
 #else
 constexpr int kUnpackRows = 4;
 #endif
 // the same of 8-bit numbers
-constexpr int kInt8Rows = kHasByteDots ? 16 : kLanes == 16 ? 12 : 5;
+constexpr int kInt8Rows = kLanes < 16 ? 5 : kHasByteDots ? 16 : 12;
 
 // How a product is divided: most rows of a task and panels of its sums, and the same of gated products.
 struct PieceSizes {
@@ -251,7 +251,7 @@ inline void multiply_integers(const QuantizedWeight& weight, const IntegerRows& 
   }
 }
 
-#ifdef __AVX512VNNI__
+#ifdef ASCEND_VLLM_BYTE_DOTS
 
 // Puts the bytes of 8-bit inputs in the order in which words have theirs: 0, 2, 1 and 3 of four, or 0, 4, 1, 5,
 // 2, 6, 3 and 7 of eight, whose lower halves of bytes are the first four.
@@ -276,20 +276,23 @@ struct ByteRows {
   int64_t blocks;
 };
 
-// sums[kRows][16] = 8-bit rows by one panel. Sums of blocks are added as those of 16-bit integers.
+// sums[kRows][kLanes] = 8-bit rows by some outputs of one panel, from `lane` on. Sums of blocks are added as
+// those of 16-bit integers.
 template <int kRows, int kBits>
 __attribute__((noinline)) void multiply_tile_of_bytes(const QuantizedWeight& weight, const ByteRows& x,
-                                                      int64_t panel, int64_t sums_stride, float* sums) {
+                                                      int64_t panel, int64_t lane, int64_t sums_stride,
+                                                      float* sums) {
   constexpr int kQuads = 8 / kBits, kInputs = 4 * kQuads;
   constexpr int kChains = kRows == 1 ? kQuads : 1;
-  const uint32_t* codes = weight.panel_codes(panel);
+  const uint32_t* codes = weight.panel_codes(panel) + lane;
   VecF results[kRows];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) results[r] = set1(0.0f);
   int64_t block = 0;
   for (int64_t group = 0; group < weight.groups; ++group) {
-    const VecF scale = weight.load_scales(panel, group, 0);
-    const VecF minus_zero = set1(0.0f) - to_float(weight.load_zeros(panel, group, 0));
+    const VecF scale = weight.load_scales(panel, group, lane);
+    constexpr float kBias = kBits == 8 ? kByteBias : 0;
+    const VecF minus_zero = set1(kBias) - to_float(weight.load_zeros(panel, group, lane));
     const int64_t last = std::min(weight.in_features, (group + 1) * weight.group_size);
     for (int64_t begin = group * weight.group_size; begin < last; begin += weight.block_inputs, ++block) {
       const int64_t end = std::min(last, begin + weight.block_inputs);
@@ -303,7 +306,7 @@ __attribute__((noinline)) void multiply_tile_of_bytes(const QuantizedWeight& wei
         const VecI word = load_i(codes + u * kPanel);
         __builtin_prefetch(reinterpret_cast<const char*>(codes + u * kPanel) + kAhead);
         const VecI mask = set1_i(0x0f0f0f0f);
-        const VecI first = kBits == 4 ? and_i(word, mask) : word;
+        const VecI first = kBits == 4 ? and_i(word, mask) : byte_operand(word);
         const VecI second = and_i(shift_right<4>(word), mask);
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
@@ -335,7 +338,9 @@ inline void multiply_bytes(int64_t rows, const QuantizedWeight& weight, const By
   if constexpr (kRows > 1) {
     if (rows < kRows) return multiply_bytes<kRows - 1, kBits>(rows, weight, x, panel, sums_stride, sums);
   }
-  multiply_tile_of_bytes<kRows, kBits>(weight, x, panel, sums_stride, sums);
+  for (int64_t lane = 0; lane < kPanel; lane += kLanes) {
+    multiply_tile_of_bytes<kRows, kBits>(weight, x, panel, lane, sums_stride, sums + lane);
+  }
 }
 
 // sums[rows][sums_stride] = 8-bit rows, whose blocks are rounded, by panels.
@@ -570,7 +575,7 @@ class Int8Results {
   }
   // Of kLanes outputs from `lane` on; total: the sum of the row.
   VecF of(VecI sum, int32_t total, int64_t row, int64_t lane) const {
-    VecI whole = sub_i(sum, set1_i(128 * total));
+    VecI whole = sub_i(sum, set1_i((128 - kByteBias) * total));
     if (a_.q_offsets != nullptr) {
       whole = sub_i(whole, mul_i(set1_i(a_.q_offsets[row]), load_i(weight_sums_ + lane)));
     }
@@ -605,7 +610,10 @@ __attribute__((noinline)) void multiply_int8_tile(const Int8LinearArgs& a, const
     __builtin_prefetch(reinterpret_cast<const char*>(w + u * kPanel) + kAhead);
     VecI word[kPanelInts];
 #pragma GCC unroll 4
-    for (int v = 0; v < kPanelInts; ++v) word[v] = load_i(w + u * kPanel + v * kLanes);
+    for (int v = 0; v < kPanelInts; ++v) {
+      const VecI codes = load_i(w + u * kPanel + v * kLanes);
+      word[v] = kHasByteDots ? byte_operand(codes) : codes;
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const int32_t* units = x + r * x_stride + u * Int8Dot::kUnits;
