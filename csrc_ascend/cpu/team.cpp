@@ -24,6 +24,8 @@ constexpr uint32_t kClosed = 0x80000000u;
 inline void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb");  // `yield` does nothing on most processors
 #endif
 }
 
@@ -46,12 +48,13 @@ class Team {
     grow(threads);
     const uint32_t job = ++jobs_;
     // No part can be taken until all fields are written: a thread that has read a mixture of jobs fails in
-    // `take`.
+    // `take`. Released and acquired one by one: who sees a new field must see the closed word, too, which Arm
+    // processors could otherwise show later.
     word_.store(uint64_t{job} << 32 | kClosed, std::memory_order_seq_cst);
-    part_.store(part, std::memory_order_relaxed);
-    context_.store(context, std::memory_order_relaxed);
-    parts_.store(static_cast<uint32_t>(parts), std::memory_order_relaxed);
-    threads_.store(threads, std::memory_order_relaxed);
+    part_.store(part, std::memory_order_release);
+    context_.store(context, std::memory_order_release);
+    parts_.store(static_cast<uint32_t>(parts), std::memory_order_release);
+    threads_.store(threads, std::memory_order_release);
     done_.store(0, std::memory_order_relaxed);
     word_.store(uint64_t{job} << 32, std::memory_order_seq_cst);
     posted_.store(job, std::memory_order_seq_cst);
@@ -67,9 +70,9 @@ class Team {
     uint64_t word = word_.load(std::memory_order_acquire);
     while (true) {
       const uint32_t index = static_cast<uint32_t>(word);
-      const auto part = part_.load(std::memory_order_relaxed);
-      const void* context = context_.load(std::memory_order_relaxed);
-      if (index >= parts_.load(std::memory_order_relaxed) ||
+      const auto part = part_.load(std::memory_order_acquire);
+      const void* context = context_.load(std::memory_order_acquire);
+      if (index >= parts_.load(std::memory_order_acquire) ||
           thread >= threads_.load(std::memory_order_acquire)) {
         return false;
       }
