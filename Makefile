@@ -35,7 +35,7 @@ PYTEST_NPU = $(PY) -m ascend_vllm.entrypoints.cli sim-run $(SIM_FLAGS) -- $(PYTE
 SIM_FLAGS ?= --devices 2 --memory 1073741824 --sync-timeout 5
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-clients test-quantizers test-fast test-cpu test-npu test-asan test-tsan bench-gate lint format build clients npu sim docs clean distclean
+.PHONY: help serve test test-all test-clients test-quantizers test-fast test-cpu test-npu test-arm test-asan test-tsan bench-gate lint format build clients npu sim docs clean distclean
 
 help:
 	@echo "make serve   start the server on http://$(HOST):$(PORT) with the demo model"
@@ -44,6 +44,7 @@ help:
 	@echo "make test-clients  run other people's clients, each in an environment of its own (gigabytes)"
 	@echo "make test-quantizers  serve checkpoints that other people's tools quantize, each in an environment of its own"
 	@echo "make test-asan  run the kernels' tests with AddressSanitizer and UBSan;  make test-tsan  those of threads with TSan"
+	@echo "make test-arm   run the kernels' checks as an Arm processor, by qemu-user (g++-aarch64-linux-gnu)"
 	@echo "make bench-gate  is the working tree slower than a commit (BASE=COMMIT; default: where it left main)?"
 	@echo "make lint    ruff, mypy and clang-format"
 	@echo "make format  let ruff and clang-format rewrite the sources"
@@ -99,6 +100,10 @@ test-clients: build $(STAMPS)/test $(PYTHON_CLIENTS:%=$(STAMPS)/client-%) $(NODE
 QUANTIZERS := $(patsubst tests/quantizers/%/requirements.txt,%,$(wildcard tests/quantizers/*/requirements.txt))
 test-quantizers: build $(STAMPS)/test $(QUANTIZERS:%=$(STAMPS)/quantizer-%)
 	$(PY) -m pytest -n 0 tests/quantizers/all_quantizers.py $(ARGS)
+
+# with every set, those of NEON and scalar
+test-arm: build $(STAMPS)/test
+	$(PY) -m pytest -n 0 --all tests/ops/test_kernels_on_arm.py $(ARGS)
 
 # Kernels that check themselves, in a copy of the tree: the package's own library stays as it is. The sanitizer's runtime
 # library comes first in every process that the tests start, and libstdc++ beside it, which it needs for exceptions.

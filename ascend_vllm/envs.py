@@ -89,7 +89,7 @@ def cache_root() -> pathlib.Path:
 
 def cpu_isa() -> str | None:
     """`ASCEND_VLLM_CPU_ISA`: forces the kernels' instruction set (amx_bf16, avx512_bf16, avx512_vnni, avx512, avx2,
-    scalar)."""
+    scalar; on Arm neon_bf16, neon_dotprod, neon, scalar)."""
     return os.environ.get("ASCEND_VLLM_CPU_ISA") or None
 
 

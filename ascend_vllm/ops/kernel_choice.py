@@ -47,24 +47,27 @@ Families = tuple[tuple[str, ...], ...]
 # avx2 and avx512 add the products of bfloat16 numbers, which are exact in float32, one by one in the order of the
 # inputs. vdpbf16ps adds the second product of a pair before the first (the same as two multiply-adds in that order,
 # without a difference in 20 million on Zen 4), and takes subnormal numbers for zero. AMX adds the products of 32
-# inputs by pairs. In other dtypes every set from avx512 on runs the same instructions.
+# inputs by pairs. In other dtypes every set from avx512 on runs the same instructions. On Arm the dot products of
+# neon_bf16 round to odd and take subnormal numbers for zero; in other dtypes every set from neon on runs the same.
 FAMILIES: dict[torch.dtype, Families] = {
-    torch.bfloat16: (("amx_bf16",), ("avx512_bf16",), ("avx512", "avx2")),
-    torch.float16: (("avx512", "avx2"),),
-    torch.float32: (("avx512", "avx2"),),
+    torch.bfloat16: (("amx_bf16",), ("avx512_bf16",), ("avx512", "avx2"), ("neon_bf16",), ("neon",)),
+    torch.float16: (("avx512", "avx2"), ("neon",)),
+    torch.float32: (("avx512", "avx2"), ("neon",)),
 }
 # The same of quantized products. Sums of products of bytes are exact in every set. By codes alone, AMX multiplies
 # bfloat16 inputs, and the other sets 16-bit inputs that are rounded to whole numbers. Sets that have instructions for
-# bfloat16 round results to it in another way than the other sets, and compute gates in another way.
+# bfloat16 round results to it in another way than the other sets, and compute gates in another way; on Arm all round
+# and compute alike.
+_NEON = ("neon_bf16", "neon_dotprod", "neon")
 _CODES: dict[torch.dtype, Families] = {
-    torch.bfloat16: (("amx_bf16",), ("avx512_bf16",), ("avx512_vnni", "avx512", "avx2")),
-    torch.float16: (("avx512_vnni", "avx512", "avx2"),),
-    torch.float32: (("avx512", "avx2"),),
+    torch.bfloat16: (("amx_bf16",), ("avx512_bf16",), ("avx512_vnni", "avx512", "avx2"), _NEON),
+    torch.float16: (("avx512_vnni", "avx512", "avx2"), _NEON),
+    torch.float32: (("avx512", "avx2"), ("neon",)),
 }
 _BYTES: dict[torch.dtype, Families] = {
-    torch.bfloat16: (("amx_bf16", "avx512_bf16"), ("avx512_vnni", "avx512", "avx2")),
-    torch.float16: (("amx_bf16", "avx512_vnni", "avx512", "avx2"),),
-    torch.float32: (("amx_bf16", "avx512_vnni", "avx512", "avx2"),),
+    torch.bfloat16: (("amx_bf16", "avx512_bf16"), ("avx512_vnni", "avx512", "avx2"), _NEON),
+    torch.float16: (("amx_bf16", "avx512_vnni", "avx512", "avx2"), _NEON),
+    torch.float32: (("amx_bf16", "avx512_vnni", "avx512", "avx2"), _NEON),
 }
 _QUANTIZED_FAMILIES: dict[str, dict[torch.dtype, Families]] = {
     "uint4": _CODES,

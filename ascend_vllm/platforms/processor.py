@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _CPUINFO = pathlib.Path("/proc/cpuinfo")
 
@@ -15,9 +15,9 @@ class Processor:
     """A processor as the system names it.
 
     Attributes:
-        vendor: such as "GenuineIntel"; empty where the system does not say.
-        family: 0 where the system does not say.
-        model: likewise.
+        vendor: such as "GenuineIntel", or an Arm implementer, such as "0x48"; empty where the system does not say.
+        family: 0 where the system does not say; on Arm the variant.
+        model: likewise; on Arm the part.
         name: for people; hosts of virtual machines shorten it.
         flags: features, separated by spaces.
     """
@@ -40,6 +40,14 @@ _FASTEST_SETS: dict[tuple[str, int, tuple[int, ...]], tuple[str, ...]] = {
 }
 
 
+# Arm processors of servers with NPUs, which the system names by numbers only: (implementer, part) → name
+_ARM_NAMES = {("0x48", "0xd01"): "Kunpeng 920 (TaiShan v110)", ("0x48", "0xd02"): "Kunpeng 920 (TaiShan v120)"}
+
+
+def _arm_name(facts: Mapping[str, str]) -> str | None:
+    return _ARM_NAMES.get((facts.get("CPU implementer", ""), facts.get("CPU part", "")))
+
+
 def this_processor(cpuinfo: pathlib.Path = _CPUINFO) -> Processor:
     """What the system says of the first processor."""
     facts = {}
@@ -54,14 +62,16 @@ def this_processor(cpuinfo: pathlib.Path = _CPUINFO) -> Processor:
         pass
 
     def number(name: str) -> int:
-        value = facts.get(name, "")
-        return int(value) if value.isdecimal() else 0
+        try:
+            return int(facts.get(name, ""), 0)
+        except ValueError:
+            return 0
 
     return Processor(
-        vendor=facts.get("vendor_id", ""),
-        family=number("cpu family"),
-        model=number("model"),
-        name=facts.get("model name") or platform.processor() or platform.machine(),
+        vendor=facts.get("vendor_id") or facts.get("CPU implementer") or "",
+        family=number("cpu family") or number("CPU variant"),
+        model=number("model") or number("CPU part"),
+        name=facts.get("model name") or _arm_name(facts) or platform.processor() or platform.machine(),
         flags=facts.get("flags") or facts.get("Features") or "",
     )
 

@@ -28,7 +28,18 @@ _PACKAGES = (
     "pyzmq",
     "ray",
 )
-_INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16")
+_INSTRUCTION_SETS = (
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_vnni",
+    "amx_bf16",
+    "asimd",
+    "asimddp",
+    "bf16",
+    "i8mm",
+)
 
 
 def collect() -> dict[str, str]:

@@ -18,7 +18,7 @@ def test_the_first_processor_is_read(tmp_path: pathlib.Path) -> None:
     assert this_processor(cpuinfo) == Processor("AuthenticAMD", 25, 17, "AMD EPYC", "fpu avx2")
     cpuinfo.write_text("processor\t: 0\nFeatures\t: asimd bf16\nCPU implementer\t: 0x48\n\n")
     arm = this_processor(cpuinfo)
-    assert (arm.vendor, arm.family, arm.model, arm.flags) == ("", 0, 0, "asimd bf16") and arm.name
+    assert (arm.vendor, arm.family, arm.model, arm.flags) == ("0x48", 0, 0, "asimd bf16") and arm.name
     assert this_processor(tmp_path / "missing").flags == ""
 
 
@@ -40,3 +40,14 @@ def test_the_table_knows_what_features_do_not_tell(
     vendor: str, family: int, model: int, has: list[str], expected: str
 ) -> None:
     assert fastest_set(Processor(vendor, family, model, "", ""), has) == expected
+
+
+def test_an_arm_processor_is_known_by_its_numbers(tmp_path: pathlib.Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(
+        "processor\t: 0\nFeatures\t: fp asimd asimddp\nCPU implementer\t: 0x48\nCPU architecture: 8\n"
+        "CPU variant\t: 0x1\nCPU part\t: 0xd01\n\nprocessor\t: 1\n"
+    )
+    found = this_processor(cpuinfo)
+    assert (found.vendor, found.family, found.model) == ("0x48", 1, 0xD01)
+    assert found.name.startswith("Kunpeng 920") and found.flags == "fp asimd asimddp"
