@@ -13,10 +13,7 @@
 
 #ifdef __AMX_BF16__
 
-#include <sys/mman.h>
-
 #include <atomic>
-#include <cstddef>
 
 #include "cpu/isa/tiles.h"
 #include "cpu/kernels/gemm_tile_blocks.h"
@@ -40,14 +37,13 @@ constexpr int64_t kAheadSteps = 8, kSpreadSteps = 64;
 // Rows of a task: as many as fit into the memory below, or so many of them if not all of their inputs do.
 constexpr int64_t kMostTaskRows = 512, kMostSlicedRows = 256;
 
-// A thread's memory for tasks of many rows: a large part of its L2 cache, in one huge page, since tiles are
-// read faster than addresses of small pages are translated.
+// A thread's memory for tasks of many rows: a large part of its L2 cache.
 struct TileMemory {
   static constexpr int64_t kPackedBytes = 1 << 20;
   static constexpr int64_t kMostSums = 256;  // blocks
 
-  alignas(2 << 20) char packed[kPackedBytes];
-  float sums[kMostSums * kBlockSums];
+  alignas(64) char packed[kPackedBytes];
+  alignas(64) float sums[kMostSums * kBlockSums];
   int64_t call = 0, row = 0;  // whose rows `packed` has
 };
 
@@ -55,7 +51,6 @@ struct TileMemory {
 inline TileMemory& tile_memory() {
   struct Owner {
     TileMemory* const memory = new TileMemory;
-    Owner() { madvise(memory, offsetof(TileMemory, call), MADV_HUGEPAGE); }
     ~Owner() { delete memory; }
   };
   thread_local const Owner owner;
