@@ -1,0 +1,161 @@
+"""Products with LoRA adapters: each row of a step has its own adapter, or none.
+
+An adapter adds `(x Aᵀ) Bᵀ` to what a linear layer makes of x, with a scale that B already has (Hu et al. 2021, LoRA:
+Low-Rank Adaptation of Large Language Models). A layer of several matrices has a pair A, B for each: a slice.
+
+Letters: T tokens, L slots for adapters, S slices, K inputs, N outputs of all slices, R the largest rank, a multiple
+of 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ascend_vllm.ops.native import load_native_library
+from ascend_vllm.ops.registry import define_op
+
+# outputs that are stored side by side
+PANEL = 16
+
+
+def padded_rank(rank: int) -> int:
+    """R for adapters of at most this rank."""
+    return -(-rank // PANEL) * PANEL
+
+
+def num_panels(widths: Sequence[int]) -> int:
+    """Panels of slices with these numbers of outputs, each of which begins with a panel."""
+    return sum(-(-width // PANEL) for width in widths)
+
+
+def pack_a(a: torch.Tensor, target: torch.Tensor) -> None:
+    """Stores one slice's A for `lora_shrink`.
+
+    Args:
+        a: [rank, K] float, rank at most R.
+        target: [R / 16, K, 16]: a slot and a slice of the weights. Rows after the rank become 0.
+    """
+    rank, inputs = a.shape
+    padded = torch.zeros(target.shape[0] * PANEL, inputs, dtype=target.dtype, device=target.device)
+    padded[:rank] = a
+    target.copy_(padded.view(-1, PANEL, inputs).transpose(1, 2))
+
+
+def pack_b(b: torch.Tensor, target: torch.Tensor) -> None:
+    """Stores one slice's B for `lora_expand`.
+
+    Args:
+        b: [N of the slice, rank] float, rank at most R.
+        target: [ceil(N / 16), R, 16]: a slot and the slice's panels of the weights. What b does not fill becomes 0.
+    """
+    outputs, rank = b.shape
+    padded = torch.zeros(target.shape[0] * PANEL, target.shape[1], dtype=target.dtype, device=target.device)
+    padded[:outputs, :rank] = b
+    target.copy_(padded.view(-1, PANEL, target.shape[1]).transpose(1, 2))
+
+
+# tokens, inputs, widths of slices, largest rank, ranks of the slots, adapters of the tokens by turns
+_CASES: tuple[tuple[int, int, tuple[int, ...], int, tuple[int, ...], tuple[int, ...]], ...] = (
+    (0, 16, (16,), 16, (8,), (0,)),
+    (1, 64, (48,), 16, (16,), (0,)),
+    (3, 33, (17, 5, 5), 16, (4, 0, 16), (2, -1, 0)),
+    (9, 130, (40, 40), 64, (64, 8, 17), (1, 1, 2, 0, -1)),
+    (70, 96, (100,), 32, (32,), (0,)),
+    (37, 300, (64, 16, 16), 16, (8, 16, 16, 3), (3, 0, 1, 2, 3, 3, -1)),
+)
+
+
+def _slots(seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """x, packed A, packed B, adapters and ranks of a case."""
+    tokens, inputs, widths, max_rank, ranks, turns = _CASES[seed]
+    generator = torch.Generator().manual_seed(seed)
+    max_rank = padded_rank(max_rank)
+    packed_a = torch.zeros(len(ranks), len(widths), max_rank // PANEL, inputs, PANEL, dtype=dtype)
+    packed_b = torch.zeros(len(ranks), num_panels(widths), max_rank, PANEL, dtype=dtype)
+    for slot, rank in enumerate(ranks):
+        start = 0
+        for index, width in enumerate(widths):
+            end = start + num_panels([width])
+            pack_a(torch.randn(rank, inputs, generator=generator) / inputs**0.5, packed_a[slot, index])
+            pack_b(torch.randn(width, rank, generator=generator) / max(rank, 1) ** 0.5, packed_b[slot, start:end])
+            start = end
+    adapters = torch.tensor([turns[token % len(turns)] for token in range(tokens)], dtype=torch.int32)
+    wide = torch.randn(tokens, 2 * inputs, generator=generator).to(dtype)
+    return wide[:, inputs:], packed_a, packed_b, adapters, torch.tensor(ranks, dtype=torch.int32)
+
+
+def _shrink_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for seed in range(len(_CASES)):
+        x, packed_a, _, adapters, _ = _slots(seed, dtype)
+        # of the largest rank, since values after a row's rank are undefined
+        yield x, packed_a, adapters.clamp(min=0), torch.full((len(packed_a),), packed_a.shape[2] * PANEL).int()
+
+
+@define_op(inputs=_shrink_inputs, devices=("cpu",), recordable=True)
+def lora_shrink(x: torch.Tensor, weights: torch.Tensor, adapters: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
+    """Takes each row to the rank of its adapter: x Aᵀ.
+
+    Args:
+        x: [T, K] float; rows may be strided.
+        weights: [L, S, R / 16, K, 16] float, see `pack_a`.
+        adapters: [T] int32, each row's slot; negative: none.
+        ranks: [L] int32, rank of the adapter in each slot.
+
+    Returns:
+        [T, S, R] float32, undefined for rows without an adapter and after a row's rank.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    results = torch.zeros(len(x), weights.shape[1], weights.shape[2] * PANEL, dtype=wide)
+    for slot in range(len(ranks)):
+        rows = torch.nonzero(adapters == slot).flatten()
+        results[rows] = torch.einsum("tk,spkn->tspn", x[rows].to(wide), weights[slot].to(wide)).flatten(2)
+    return results
+
+
+def _expand_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for seed, (tokens, _, widths, max_rank, *_) in enumerate(_CASES):
+        *_, packed_b, adapters, ranks = _slots(seed, dtype)
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(tokens, len(widths), padded_rank(max_rank), generator=generator)
+        wide = torch.randn(tokens, sum(widths) + 5, generator=generator).to(dtype)
+        yield wide[:, 2:-3], x, packed_b, adapters, ranks, list(widths)
+
+
+@define_op(inputs=_expand_inputs, mutates=("y",), devices=("cpu",), recordable=True)
+def lora_expand(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    adapters: torch.Tensor,
+    ranks: torch.Tensor,
+    widths: list[int],
+) -> None:
+    """Adds what the adapters make of `lora_shrink`'s result to a layer's result: y += x Bᵀ.
+
+    The products are added in float32 before they are added to y.
+
+    Args:
+        y: [T, N] float; rows may be strided.
+        x: [T, S, R] float32.
+        weights: [L, P, R, 16] float, P panels of 16 outputs, see `pack_b`.
+        adapters: [T] int32, each row's slot; rows with a negative one stay as they are.
+        ranks: [L] int32.
+        widths: outputs of each slice, N together.
+    """
+    wide = torch.promote_types(y.dtype, torch.float32)
+    for slot, rank in enumerate(ranks.tolist()):
+        rows = torch.nonzero(adapters == slot).flatten()
+        column = panel = 0
+        for index, width in enumerate(widths):
+            last = panel + num_panels([width])
+            weight = weights[slot, panel:last, :rank].to(wide)
+            part = torch.einsum("tk,pkn->tpn", x[rows, index, :rank].to(wide), weight)
+            columns = slice(column, column + width)
+            y[rows, columns] = (y[rows, columns].to(wide) + part.flatten(1)[:, :width]).to(y.dtype)
+            column, panel = column + width, last
+
+
+load_native_library()

@@ -1,0 +1,132 @@
+#include "cpu/kernels/lora.h"
+
+#include <array>
+#include <vector>
+
+#include "cpu/bind/tape.h"
+#include "cpu/bind/tensor.h"
+#include "cpu/team.h"
+
+namespace ascend_vllm {
+namespace {
+
+// More than the matrices of any layer.
+constexpr size_t kMostSlices = 8;
+
+// The rows that have an adapter in blocks, by adapter and then in the order of the step. Valid until the next
+// call.
+const std::vector<LoraBlock>& blocks_of(const int32_t* adapters, int64_t rows, int64_t slots) {
+  thread_local std::vector<std::vector<LoraBlock>> of_slots;
+  thread_local std::vector<LoraBlock> blocks;
+  of_slots.resize(slots);
+  for (std::vector<LoraBlock>& of_slot : of_slots) of_slot.clear();
+  for (int64_t row = 0; row < rows; ++row) {
+    const int32_t slot = adapters[row];
+    if (slot < 0) continue;
+    TORCH_CHECK_INDEX(slot < slots, "adapters holds ", slot, ", there are ", slots, " slots");
+    std::vector<LoraBlock>& of_slot = of_slots[slot];
+    if (of_slot.empty() || of_slot.back().count == kLoraRows) of_slot.push_back({slot, 0, {}});
+    LoraBlock& block = of_slot.back();
+    block.rows[block.count++] = static_cast<int32_t>(row);
+  }
+  blocks.clear();
+  for (const std::vector<LoraBlock>& of_slot : of_slots) {
+    blocks.insert(blocks.end(), of_slot.begin(), of_slot.end());
+  }
+  return blocks;
+}
+
+void check_slots(const at::Tensor& weights, const at::Tensor& adapters, const at::Tensor& ranks, int64_t rows) {
+  TORCH_CHECK(weights.is_contiguous(), "weights must be contiguous, got strides ", weights.strides());
+  check_vector(adapters, "adapters", at::kInt, rows);
+  check_vector(ranks, "ranks", at::kInt, weights.size(0));
+}
+
+at::Tensor lora_shrink(const at::Tensor& x, const at::Tensor& weights, const at::Tensor& adapters,
+                       const at::Tensor& ranks) {
+  TORCH_CHECK(x.dim() == 2, "x must be a matrix, got shape ", x.sizes());
+  check_rows(x, "x");
+  TORCH_CHECK(weights.dim() == 5 && weights.size(3) == x.size(1) && weights.size(4) == kLoraPanel,
+              "weights must be [slots, slices, panels, ", x.size(1), ", 16], got ", weights.sizes());
+  check_slots(weights, adapters, ranks, x.size(0));
+  at::Tensor out =
+      new_tensor({x.size(0), weights.size(1), weights.size(2) * kLoraPanel}, x.options().dtype(at::kFloat));
+  const at::Tensor scratch = new_tensor({team_threads() * kLoraRows * x.size(1)}, out.options());
+  LoraShrinkArgs args{
+      .dtype = dtype_of(x, "x"),
+      .weight_dtype = dtype_of(weights, "weights"),
+      .x = x.const_data_ptr(),
+      .weights = weights.const_data_ptr(),
+      .blocks = nullptr,
+      .ranks = ranks.const_data_ptr<int32_t>(),
+      .out = out.mutable_data_ptr<float>(),
+      .scratch = scratch.mutable_data_ptr<float>(),
+      .num_blocks = 0,
+      .x_stride = x.stride(0),
+      .inputs = x.size(1),
+      .slices = weights.size(1),
+      .panels = weights.size(2),
+  };
+  launch([args, rows = x.size(0), slots = weights.size(0), ids = adapters.const_data_ptr<int32_t>()]() mutable {
+    const std::vector<LoraBlock>& blocks = blocks_of(ids, rows, slots);
+    args.blocks = blocks.data();
+    args.num_blocks = static_cast<int64_t>(blocks.size());
+    lora_shrink_kernel(args);
+  });
+  return out;
+}
+
+void lora_expand(const at::Tensor& y, const at::Tensor& x, const at::Tensor& weights,
+                 const at::Tensor& adapters, const at::Tensor& ranks, at::IntArrayRef widths) {
+  TORCH_CHECK(y.dim() == 2 && x.dim() == 3 && x.size(0) == y.size(0) && x.is_contiguous(),
+              "y must be [T, N] and x a contiguous [T, slices, rank], got shapes ", y.sizes(), " and ",
+              x.sizes());
+  TORCH_CHECK(x.scalar_type() == at::kFloat, "x must be float32, got ", x.scalar_type());
+  check_rows(y, "y");
+  TORCH_CHECK(widths.size() == static_cast<size_t>(x.size(1)) && widths.size() <= kMostSlices, "there are ",
+              x.size(1), " slices and ", widths.size(), " widths");
+  std::array<int64_t, kMostSlices> sizes{};
+  int64_t total = 0, panels = 0;
+  for (size_t slice = 0; slice < widths.size(); ++slice) {
+    TORCH_CHECK(widths[slice] > 0, "widths must be positive, got ", widths);
+    sizes[slice] = widths[slice];
+    total += widths[slice];
+    panels += (widths[slice] + kLoraPanel - 1) / kLoraPanel;
+  }
+  TORCH_CHECK(total == y.size(1), "the widths ", widths, " do not add up to the ", y.size(1), " columns of y");
+  TORCH_CHECK(weights.dim() == 4 && weights.size(1) == panels && weights.size(2) == x.size(2) &&
+                  x.size(2) % kLoraPanel == 0 && weights.size(3) == kLoraPanel,
+              "weights must be [slots, ", panels, ", ", x.size(2), ", 16], got ", weights.sizes());
+  check_slots(weights, adapters, ranks, y.size(0));
+  LoraExpandArgs args{
+      .dtype = dtype_of(y, "y"),
+      .weight_dtype = dtype_of(weights, "weights"),
+      .x = x.const_data_ptr<float>(),
+      .weights = weights.const_data_ptr(),
+      .blocks = nullptr,
+      .ranks = ranks.const_data_ptr<int32_t>(),
+      .widths = nullptr,
+      .y = y.mutable_data_ptr(),
+      .num_blocks = 0,
+      .y_stride = y.stride(0),
+      .slices = x.size(1),
+      .panels = panels,
+      .max_rank = x.size(2),
+  };
+  launch([args, sizes, rows = y.size(0), slots = weights.size(0),
+          ids = adapters.const_data_ptr<int32_t>()]() mutable {
+    const std::vector<LoraBlock>& blocks = blocks_of(ids, rows, slots);
+    args.blocks = blocks.data();
+    args.num_blocks = static_cast<int64_t>(blocks.size());
+    args.widths = sizes.data();
+    lora_expand_kernel(args);
+  });
+}
+
+}  // namespace
+}  // namespace ascend_vllm
+
+TORCH_LIBRARY_IMPL(ascend_vllm, CPU, m) {
+  m.impl("lora_shrink", &ascend_vllm::lora_shrink);
+  m.impl("lora_expand", &ascend_vllm::lora_expand);
+}

@@ -1,0 +1,213 @@
+// Products with LoRA adapters, each row of a step with its own: lora_shrink takes rows to their adapter's rank,
+// and lora_expand adds what the rank's values make of them to the rows of a layer's result.
+//
+// Weights are in panels of 16 outputs, inputs first, so that one load has 16 outputs' weights of an input. A
+// row's sums are in the same order whatever other rows there are: over inputs, those with even and odd numbers
+// apart.
+#pragma once
+
+#include "cpu/dispatch.h"
+
+namespace ascend_vllm {
+
+constexpr int64_t kLoraPanel = 16;
+
+// Most rows of one adapter that share a panel's loads.
+constexpr int kLoraRows = 4;
+
+// Rows of a step with the same adapter.
+struct LoraBlock {
+  int32_t slot, count;
+  int32_t rows[kLoraRows];
+};
+
+struct LoraShrinkArgs {
+  DType dtype, weight_dtype;  // of x, and of the weights
+  const void* x;              // [rows, inputs], rows x_stride elements apart
+  const void* weights;        // [slots, slices, panels, inputs, 16]
+  const LoraBlock* blocks;    // [num_blocks]: the rows that have an adapter
+  const int32_t* ranks;       // [slots]
+  float* out;                 // [rows, slices, panels * 16]; only the panels of a row's rank are written
+  float* scratch;             // [threads of the team, kLoraRows, inputs]
+  int64_t num_blocks, x_stride, inputs, slices, panels;
+};
+
+struct LoraExpandArgs {
+  DType dtype, weight_dtype;  // of y, and of the weights
+  const float* x;             // as LoraShrinkArgs::out
+  const void* weights;        // [slots, panels, max_rank, 16]; max_rank is a multiple of 16
+  const LoraBlock* blocks;    // [num_blocks]
+  const int32_t* ranks;       // [slots]
+  const int64_t* widths;      // [slices]: outputs of each, which begin with a panel
+  void* y;                    // [rows, sum of widths], rows y_stride elements apart; added to
+  int64_t num_blocks, y_stride, slices, panels, max_rank;
+};
+
+ASCEND_VLLM_KERNEL(lora_shrink, LoraShrinkArgs)
+ASCEND_VLLM_KERNEL(lora_expand, LoraExpandArgs)
+
+}  // namespace ascend_vllm
+
+#ifdef ASCEND_VLLM_ISA
+
+#include <algorithm>
+#include <type_traits>
+
+#include "cpu/parallel.h"
+
+namespace ascend_vllm {
+namespace {
+
+constexpr int kVecsOfPanel = static_cast<int>(kLoraPanel) / kLanes;
+
+// One panel of one slice for the rows of a block: x [Rows][inputs] → out.
+template <int Rows, class W>
+inline void shrink_panel(const float* const* x, const W* panel, int64_t inputs, float* const* out) {
+  VecF even[Rows][kVecsOfPanel], odd[Rows][kVecsOfPanel];
+  for (int r = 0; r < Rows; ++r) {
+    for (int v = 0; v < kVecsOfPanel; ++v) even[r][v] = odd[r][v] = set1(0.0f);
+  }
+  const auto add = [&](int64_t k, VecF(&sums)[Rows][kVecsOfPanel]) {
+    VecF weights[kVecsOfPanel];
+    for (int v = 0; v < kVecsOfPanel; ++v) weights[v] = load(panel + k * kLoraPanel + v * kLanes);
+    for (int r = 0; r < Rows; ++r) {
+      const VecF value = set1(x[r][k]);
+      for (int v = 0; v < kVecsOfPanel; ++v) sums[r][v] = fma(weights[v], value, sums[r][v]);
+    }
+  };
+  int64_t k = 0;
+  for (; k + 2 <= inputs; k += 2) {
+    add(k, even);
+    add(k + 1, odd);
+  }
+  if (k < inputs) add(k, even);
+  for (int r = 0; r < Rows; ++r) {
+    for (int v = 0; v < kVecsOfPanel; ++v) store(out[r] + v * kLanes, even[r][v] + odd[r][v]);
+  }
+}
+
+// Calls body(std::integral_constant<int, n>) for a number of rows.
+template <class Body>
+inline void with_rows(int count, const Body& body) {
+  switch (count) {
+    case 1:
+      return body(std::integral_constant<int, 1>{});
+    case 2:
+      return body(std::integral_constant<int, 2>{});
+    case 3:
+      return body(std::integral_constant<int, 3>{});
+    default:
+      return body(std::integral_constant<int, 4>{});
+  }
+}
+
+// All panels of a block's slice. `scratch` has room for the block's rows in float32.
+template <class T, class W>
+inline void shrink_block(const LoraShrinkArgs& a, const LoraBlock& block, int64_t slice, float* scratch) {
+  const float* x[kLoraRows];
+  for (int r = 0; r < block.count; ++r) {
+    float* target = scratch + r * a.inputs;
+    const T* source = static_cast<const T*>(a.x) + block.rows[r] * a.x_stride;
+    for_lanes(
+        a.inputs, [&](int64_t i) { store(target + i, load(source + i)); },
+        [&](int64_t i, int rest) { store_n(target + i, load_n(source + i, rest), rest); });
+    x[r] = target;
+  }
+  const int64_t panel_size = a.inputs * kLoraPanel, used = (a.ranks[block.slot] + kLoraPanel - 1) / kLoraPanel;
+  const W* panel = static_cast<const W*>(a.weights) + (block.slot * a.slices + slice) * a.panels * panel_size;
+  for (int64_t p = 0; p < used; ++p, panel += panel_size) {
+    float* out[kLoraRows];
+    for (int r = 0; r < block.count; ++r) {
+      out[r] = a.out + ((block.rows[r] * a.slices + slice) * a.panels + p) * kLoraPanel;
+    }
+    with_rows(block.count, [&](auto rows) { shrink_panel<decltype(rows)::value>(x, panel, a.inputs, out); });
+  }
+}
+
+template <class T, class W>
+void lora_shrink(const LoraShrinkArgs& a) {
+  const int64_t items = a.num_blocks * a.slices;
+  const int threads = items == 1 ? 1 : threads_for(items * kLoraRows * a.inputs * kLoraPanel);
+  run_parts(items, threads, [&](int64_t item, int64_t thread) {
+    shrink_block<T, W>(a, a.blocks[item / a.slices], item % a.slices,
+                       a.scratch + thread * kLoraRows * a.inputs);
+  });
+}
+
+// Adds one panel's outputs, `lanes` of them, to the rows of a block.
+template <int Rows, class T, class W>
+inline void expand_panel(const float* const* x, const W* panel, int64_t rank, T* const* y, int lanes) {
+  for (int v = 0; v * kLanes < lanes; ++v) {
+    const int rest = std::min(kLanes, lanes - v * kLanes);
+    VecF sums[Rows];
+    for (int r = 0; r < Rows; ++r) sums[r] = set1(0.0f);
+    for (int64_t k = 0; k < rank; ++k) {
+      const VecF weights = load(panel + k * kLoraPanel + v * kLanes);
+      for (int r = 0; r < Rows; ++r) sums[r] = fma(weights, set1(x[r][k]), sums[r]);
+    }
+    for (int r = 0; r < Rows; ++r) {
+      T* target = y[r] + v * kLanes;
+      if (rest == kLanes) {
+        store(target, load(target) + sums[r]);
+      } else {
+        store_n(target, load_n(target, rest) + sums[r], rest);
+      }
+    }
+  }
+}
+
+// Panels [first, last) of a block.
+template <class T, class W>
+inline void expand_block(const LoraExpandArgs& a, const LoraBlock& block, int64_t first, int64_t last) {
+  const int64_t panel_size = a.max_rank * kLoraPanel;
+  const W* weights = static_cast<const W*>(a.weights) + block.slot * a.panels * panel_size;
+  int64_t slice = 0, column = 0, slice_panel = 0;  // the slice's first output and panel
+  for (int64_t p = first; p < last; ++p) {
+    for (int64_t count; p >= slice_panel + (count = (a.widths[slice] + kLoraPanel - 1) / kLoraPanel);) {
+      slice_panel += count;
+      column += a.widths[slice++];
+    }
+    const int64_t offset = (p - slice_panel) * kLoraPanel;
+    const int lanes = static_cast<int>(std::min(kLoraPanel, a.widths[slice] - offset));
+    const float* x[kLoraRows];
+    T* y[kLoraRows];
+    for (int r = 0; r < block.count; ++r) {
+      x[r] = a.x + (block.rows[r] * a.slices + slice) * a.max_rank;
+      y[r] = static_cast<T*>(a.y) + block.rows[r] * a.y_stride + column + offset;
+    }
+    with_rows(block.count, [&](auto rows) {
+      expand_panel<decltype(rows)::value>(x, weights + p * panel_size, a.ranks[block.slot], y, lanes);
+    });
+  }
+}
+
+template <class T, class W>
+void lora_expand(const LoraExpandArgs& a) {
+  // an item is a block and a run of panels
+  constexpr int64_t kRun = 32;
+  const int64_t runs = (a.panels + kRun - 1) / kRun;
+  parallel_for(a.num_blocks * runs, kLoraRows * kRun * kLoraPanel * kLoraPanel,
+               [&](int64_t begin, int64_t end) {
+                 for (int64_t item = begin; item < end; ++item) {
+                   const int64_t first = item % runs * kRun;
+                   expand_block<T, W>(a, a.blocks[item / runs], first, std::min(first + kRun, a.panels));
+                 }
+               });
+}
+
+}  // namespace
+
+ASCEND_VLLM_DEFINE_KERNEL(lora_shrink, LoraShrinkArgs) {
+  with_dtype(args.dtype, [&](auto tag) {
+    with_dtype(args.weight_dtype, [&](auto weight) { lora_shrink<decltype(tag), decltype(weight)>(args); });
+  });
+}
+ASCEND_VLLM_DEFINE_KERNEL(lora_expand, LoraExpandArgs) {
+  with_dtype(args.dtype, [&](auto tag) {
+    with_dtype(args.weight_dtype, [&](auto weight) { lora_expand<decltype(tag), decltype(weight)>(args); });
+  });
+}
+
+}  // namespace ascend_vllm
+
+#endif
