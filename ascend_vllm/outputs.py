@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from ascend_vllm.lora.request import LoRARequest
+
 
 @dataclasses.dataclass(slots=True)
 class Logprob:
@@ -43,7 +45,7 @@ class CompletionOutput:
         logprobs: one entry per token of token_ids; None unless requested.
         finish_reason: "stop", "length", "abort", "error", or None while it runs.
         stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence token.
-        lora_request: None, since adapters are not supported.
+        lora_request: None; the request's output has it.
     """
 
     index: int
@@ -93,7 +95,8 @@ class RequestOutput:
         outputs: the sequences; with RequestOutputKind.DELTA only those with new tokens.
         finished: whether all sequences have ended.
         metrics: times.
-        lora_request, encoder_prompt, encoder_prompt_token_ids, kv_transfer_params: None, not supported.
+        lora_request: the adapter that it was computed with.
+        encoder_prompt, encoder_prompt_token_ids, kv_transfer_params: None, not supported.
         num_cached_tokens: prompt tokens found in the prefix cache.
         pooled: of a pooling request, the data of its `PoolingRequestOutput`; float32.
     """
@@ -105,7 +108,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
-    lora_request: Any = None
+    lora_request: LoRARequest | None = None
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
     num_cached_tokens: int = 0

@@ -28,9 +28,10 @@ from ascend_vllm.args.tables.server import FrontendArgs, GenerateServerArgs
 from ascend_vllm.config.arch import ArchConfig
 from ascend_vllm.config.cache import CacheConfig, kv_cache_specs
 from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityConfig, ParallelConfig
+from ascend_vllm.config.lora import LoRAConfig
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
-from ascend_vllm.errors import ConfigError
+from ascend_vllm.errors import ConfigError, UnsupportedFlagError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms import resolve_device
 from ascend_vllm.platforms.facts import DeviceFacts, device_facts, npu_unusable_reason
@@ -158,6 +159,7 @@ class EngineArgs(EngineFlags):
                 not self.disable_log_stats, self.otlp_traces_endpoint or None, self.enable_log_requests
             ),
             structured=structured_outputs_config(self.guided_decoding_backend, self.structured_outputs_config),
+            lora=self._lora_config(arch, dtype, facts),
         )
         checks.check_tracing(self.collect_detailed_traces, self.otlp_traces_endpoint)
         hf_checks.check_size(config, hf_config, hf_files.weight_bytes(directory))
@@ -167,6 +169,22 @@ class EngineArgs(EngineFlags):
         if self.max_context_len_to_capture is not None:
             longest = self.max_context_len_to_capture
         return msgspec.structs.replace(config, graphs=resolve_graph_config(config, longest))
+
+    def _lora_config(self, arch: ArchConfig, dtype: str, facts: DeviceFacts) -> LoRAConfig | None:
+        if not self.enable_lora:
+            return None
+        if facts.name != "cpu":
+            raise UnsupportedFlagError(
+                "--enable-lora", f"LoRA adapters are not available on --device {facts.name} yet"
+            )
+        if arch.latent is not None:
+            raise UnsupportedFlagError("--enable-lora", "latent attention has no LoRA adapters in this version")
+        return LoRAConfig(
+            max_loras=self.max_loras,
+            max_rank=self.max_lora_rank,
+            max_cpu_loras=self.max_cpu_loras or self.max_loras,
+            dtype=dtype if self.lora_dtype == "auto" else self.lora_dtype,
+        )
 
     def _served_names(self) -> tuple[str, ...]:
         names = self.served_model_name

@@ -36,8 +36,6 @@ def _check_lora(args: EngineFlags) -> None:
         raise ConfigError(f"max_loras ({args.max_loras}) must be >= 1.")
     if args.max_cpu_loras is not None and args.max_cpu_loras < args.max_loras:
         raise ConfigError(f"max_cpu_loras ({args.max_cpu_loras}) must be >= max_loras ({args.max_loras})")
-    if args.enable_lora and args.enable_chunked_prefill:
-        raise ConfigError("LoRA is not supported with chunked prefill yet.")
 
 
 def _check_speculation(args: EngineFlags) -> None:

@@ -6,6 +6,7 @@ import msgspec
 
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.config.graphs import GraphConfig
+from ascend_vllm.config.lora import LoRAConfig
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.config.structured import StructuredOutputsConfig
@@ -101,3 +102,5 @@ class EngineConfig(msgspec.Struct, frozen=True):
     observability: ObservabilityConfig
     structured: StructuredOutputsConfig = StructuredOutputsConfig()
     graphs: GraphConfig = GraphConfig()
+    # None: without adapters
+    lora: LoRAConfig | None = None

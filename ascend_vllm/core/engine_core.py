@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.core.adapters import AdapterManager
 from ascend_vllm.core.connectors import Connector, Connectors
 from ascend_vllm.core.kv.manager import KVCacheManager
 from ascend_vllm.core.pausing import Pausing
@@ -72,7 +73,9 @@ class EngineCore:
             sliding_window=config.cache.sliding_window,
         )
         structured = structured or StructuredOutputManager(config.structured, config.model)
-        self._connectors = Connectors([structured, *connectors])
+        self._adapters = None if config.lora is None else AdapterManager(config.lora, executor)
+        own: list[Connector] = [structured] if self._adapters is None else [structured, self._adapters]
+        self._connectors = Connectors([*own, *connectors])
         num_stages = config.parallel.pipeline_parallel_size
         self._scheduler = Scheduler(
             config.scheduler,
@@ -215,6 +218,16 @@ class EngineCore:
             RequestError: VLLM_TORCH_PROFILER_DIR is not set.
         """
         self._executor.collective_rpc("profile", (is_start,))
+
+    def load_lora(self, name: str, number: int, path: str) -> str | None:
+        """Loads an adapter, see `AdapterManager.load`; called again until it is no longer being loaded.
+
+        Raises:
+            RequestError: LoRA is not enabled.
+        """
+        if self._adapters is None:
+            raise RequestError("LoRA is not enabled (--enable-lora).", "lora_name")
+        return self._adapters.load(name, number, path)
 
     def collective_rpc(
         self,

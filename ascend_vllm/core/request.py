@@ -105,6 +105,7 @@ class Request:
         is_further: it is not the first sequence of its client's request.
         bad_words: sequences of token ids that its output must not contain.
         pooling_params: of a pooling request, which generates nothing.
+        lora: the LoRA adapter that it asks for.
         row_state: values for the model's layers, by name (`NewRow.state`); set by connectors, never changed in place.
         kind: what is special about its rows.
         may_run_ahead: `kind.may_run_ahead`, copied for the loops over a step's rows.
@@ -134,6 +135,7 @@ class Request:
         "first_scheduled_time",
         "is_finished",
         "is_further",
+        "lora",
         "max_num_tokens",
         "may_run_ahead",
         "min_num_tokens",
@@ -186,6 +188,7 @@ class Request:
         self.content_keys = message.content_keys
         self.bad_words = message.bad_words
         self.pooling_params = message.pooling_params
+        self.lora = message.lora
         self.row_state = _NO_STATE
         self.num_preemptions = 0
         self.num_counted_prompt_tokens = 0

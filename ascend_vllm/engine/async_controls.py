@@ -13,9 +13,12 @@ from ascend_vllm.engine.core_client import CoreClient
 from ascend_vllm.engine.metrics import EngineMetrics
 from ascend_vllm.engine.output_processor import OutputProcessor, OutputQueue
 from ascend_vllm.errors import RequestError
+from ascend_vllm.lora.request import LoRARequest
 
 # of `AsyncControls.pause_generation`
 PAUSE_MODES = ("abort", "wait", "keep")
+# how often the core is asked whether an adapter is loaded
+LOADING_POLL_S = 0.01
 
 
 class AsyncControls(abc.ABC):
@@ -77,6 +80,18 @@ class AsyncControls(abc.ABC):
             Whether that was possible.
         """
         return bool(await self._client.call_utility("reset_prefix_cache"))
+
+    async def add_lora(self, lora_request: LoRARequest) -> None:
+        """Loads an adapter, so that the first request with it need not wait.
+
+        Raises:
+            RequestError: LoRA is not enabled, or the adapter cannot be loaded; the text says why.
+        """
+        await self.ready()
+        while (reason := await self._client.call_utility("load_lora", *lora_request.key)) is None:
+            await asyncio.sleep(LOADING_POLL_S)
+        if reason:
+            raise RequestError(reason, "lora_path")
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
         """Pauses generation until `resume_generation`; requests that come meanwhile wait.

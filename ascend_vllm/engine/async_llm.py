@@ -29,6 +29,7 @@ from ascend_vllm.engine.pooling import pooling_output
 from ascend_vllm.engine.tokenizer_extension import tokenizer_of
 from ascend_vllm.errors import DuplicateRequestError, EngineBusyError, EngineDeadError, RequestError
 from ascend_vllm.logger import init_logger
+from ascend_vllm.lora.request import LoRARequest
 from ascend_vllm.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
@@ -164,7 +165,7 @@ class AsyncLLM(AsyncControls):
         prompt: PromptType,
         sampling_params: SamplingParams,
         request_id: str,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         prompt_adapter_request: Any = None,
         priority: int = 0,
@@ -179,7 +180,8 @@ class AsyncLLM(AsyncControls):
             prompt: text, {"prompt": text} or {"prompt_token_ids": ids}.
             sampling_params: how to sample.
             request_id: must not be in use.
-            lora_request, prompt_adapter_request: not supported in this version.
+            lora_request: the LoRA adapter to use; None: the model as it is.
+            prompt_adapter_request: not supported in this version.
             trace_headers: W3C headers of the caller's trace, to which the request's span is added.
             priority: lower is served first; 0 unless the engine runs with --scheduling-policy priority.
             cache_salt: only requests with the same one share cached prefixes; None: all without one do.
@@ -188,8 +190,9 @@ class AsyncLLM(AsyncControls):
             RequestError: the request is wrong; nothing was queued.
             EngineBusyError: too many requests wait.
         """
-        extra = {"lora_request": lora_request, "prompt_adapter_request": prompt_adapter_request}
-        process = self._processing(prompt, sampling_params, request_id, trace_headers, priority, cache_salt, **extra)
+        extra = {"prompt_adapter_request": prompt_adapter_request}
+        options = (trace_headers, priority, cache_salt, lora_request)
+        process = self._processing(prompt, sampling_params, request_id, *options, **extra)
         return self._outputs(request_id, process, sampling_params.num_sequences, None)
 
     def generate_shaped(
@@ -203,11 +206,12 @@ class AsyncLLM(AsyncControls):
         priority: int = 0,
         cache_salt: str | None = None,
         is_further: bool = False,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[T, None]:
         """`generate`, but yields `shape(output)` for each output.
 
         Args:
-            prompt, sampling_params, request_id, trace_headers, priority, cache_salt: as in `generate`.
+            prompt, sampling_params, request_id, trace_headers, priority, cache_salt, lora_request: as in `generate`.
             shape: called with each output in turn: in the output thread while the reader keeps up, otherwise in the
                 reader's. It must not block; an exception ends the request.
             is_further: not the first of several requests that the caller sends for one of its own; other callers'
@@ -216,7 +220,8 @@ class AsyncLLM(AsyncControls):
         Raises:
             Exception: what `generate` or `shape` raised.
         """
-        process = self._processing(prompt, sampling_params, request_id, trace_headers, priority, cache_salt)
+        options = (trace_headers, priority, cache_salt, lora_request)
+        process = self._processing(prompt, sampling_params, request_id, *options)
         return self._outputs(request_id, process, sampling_params.num_sequences, shape, is_further)
 
     def encode(
@@ -248,7 +253,15 @@ class AsyncLLM(AsyncControls):
         return self._outputs(request_id, process, 1, pooling_output, is_further)
 
     def _processing(
-        self, prompt: PromptType, params: SamplingParams, id_: str, trace: Any, priority: int, salt: Any, **extra: Any
+        self,
+        prompt: PromptType,
+        params: SamplingParams,
+        id_: str,
+        trace: Any,
+        priority: int,
+        salt: Any,
+        lora: LoRARequest | None,
+        **extra: Any,
     ) -> Callable[[], Awaitable[ProcessedRequest]]:
         """A coroutine function that checks and tokenises a prompt; run when the generator is first awaited."""
 
@@ -256,7 +269,7 @@ class AsyncLLM(AsyncControls):
             refuse_adapters(**extra)
             if params.logits_processors:
                 raise RequestError(_NO_PROCESSORS, "logits_processors")
-            request = await self._input.process_async(id_, prompt, params, priority, cache_salt=salt)
+            request = await self._input.process_async(id_, prompt, params, priority, cache_salt=salt, lora=lora)
             request.trace_headers = trace
             return request
 
@@ -329,7 +342,7 @@ class AsyncLLM(AsyncControls):
         Raises:
             RequestError: there is none (--skip-tokenizer-init), or an adapter's is requested.
         """
-        refuse_adapters(lora_request=lora_request)
+        del lora_request  # adapters use the model's tokenizer
         if self.tokenizer is None:
             raise RequestError("there is no tokenizer: the engine runs with --skip-tokenizer-init")
         return self.tokenizer.hf

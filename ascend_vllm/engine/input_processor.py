@@ -19,6 +19,7 @@ from ascend_vllm.engine.pooling import POOLED, resolve_pooling_params
 from ascend_vllm.engine.stop_strings import StopAutomaton, prepare_stop_search
 from ascend_vllm.engine.tokenization import Tokenizer, truncate, truncation_limit
 from ascend_vllm.errors import RequestError
+from ascend_vllm.lora.request import LoRARequest
 from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
 from ascend_vllm.types.messages import BeamSearchSpec, EngineCoreRequest
@@ -99,11 +100,15 @@ class _Draft:
     priority: int
     arrival_time: float
     cache_salt: str | None
+    lora: LoRARequest | None
 
     @property
     def content_keys(self) -> list[tuple[int, str]]:
         """Keys that are hashed with its KV blocks, beside their tokens."""
-        return [] if self.cache_salt is None else [(0, f"salt:{self.cache_salt}")]
+        keys = [] if self.cache_salt is None else [f"salt:{self.cache_salt}"]
+        if self.lora is not None:
+            keys.append(f"lora:{self.lora.key}")
+        return [(0, key) for key in keys]
 
     def processed(
         self, token_ids: list[int], params: SamplingParams, core_requests: list[EngineCoreRequest]
@@ -130,6 +135,7 @@ class InputProcessor:
         self.max_model_len = config.scheduler.max_model_len
         self._tokenizer = tokenizer
         self._model = config.model
+        self._has_adapters = config.lora is not None
         self._has_priorities = config.scheduler.policy == "priority"
         self._vocab_size = config.model.vocab_size
         self._serial = itertools.count()
@@ -147,6 +153,7 @@ class InputProcessor:
         arrival_time: float | None = None,
         *,
         cache_salt: str | None = None,
+        lora: LoRARequest | None = None,
     ) -> ProcessedRequest:
         """Checks a request and makes its core requests.
 
@@ -157,11 +164,12 @@ class InputProcessor:
             priority: lower is served first; 0 unless the engine runs with --scheduling-policy priority.
             arrival_time: seconds of time.monotonic(); None: now.
             cache_salt: only requests with the same one share cached prefixes; None: all without one do.
+            lora: the adapter to compute it with; None: the model as it is.
 
         Raises:
             RequestError: the request is invalid, or the model does not support it.
         """
-        draft = self._draft(request_id, prompt, params, priority, arrival_time, cache_salt)
+        draft = self._draft(request_id, prompt, params, priority, arrival_time, cache_salt, lora)
         if draft.token_ids is None:
             text, tokenizer = _need_text(draft.text), self._need_tokenizer()
             if draft.params.truncate_prompt_tokens is None:
@@ -179,9 +187,10 @@ class InputProcessor:
         arrival_time: float | None = None,
         *,
         cache_salt: str | None = None,
+        lora: LoRARequest | None = None,
     ) -> ProcessedRequest:
         """`process`, with tokenisation off the event loop."""
-        draft = self._draft(request_id, prompt, params, priority, arrival_time, cache_salt)
+        draft = self._draft(request_id, prompt, params, priority, arrival_time, cache_salt, lora)
         if draft.token_ids is None:
             draft.token_ids = await self._need_tokenizer().encode_async(
                 _need_text(draft.text),
@@ -203,6 +212,7 @@ class InputProcessor:
         priority: int,
         arrival_time: float | None,
         cache_salt: str | None,
+        lora: LoRARequest | None,
     ) -> _Draft:
         """Checks everything that needs no token ids."""
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
@@ -215,8 +225,10 @@ class InputProcessor:
         else:
             self._check_params(params)
         self._check_routing(priority, cache_salt)
+        if lora is not None and not self._has_adapters:
+            raise RequestError(f"Got lora_request {lora} but LoRA is not enabled!", "lora_request")
         text, token_ids = _parse_prompt(prompt)
-        return _Draft(request_id, text, token_ids, params, priority, arrival_time, cache_salt)
+        return _Draft(request_id, text, token_ids, params, priority, arrival_time, cache_salt, lora)
 
     def _build(self, draft: _Draft, bad_words: list[list[int]]) -> ProcessedRequest:
         token_ids = draft.token_ids or []
@@ -259,6 +271,7 @@ class InputProcessor:
                 beam_search=beam_search,
                 bad_words=bad_words,
                 content_keys=draft.content_keys,
+                lora=draft.lora,
             )
             for index in range(1 if beam_search is not None else params.num_sequences)
         ]
@@ -280,6 +293,7 @@ class InputProcessor:
             arrival_time=draft.arrival_time,
             priority=draft.priority,
             content_keys=draft.content_keys,
+            lora=draft.lora,
             pooling_params=params,
         )
         return draft.processed(token_ids, POOLED, [core_request])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from ascend_vllm.engine.output_processor import OutputProcessor
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.engine.tokenizer_extension import tokenizer_of
 from ascend_vllm.errors import ConfigError, RequestError
+from ascend_vllm.lora.request import LoRARequest
 from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
@@ -22,6 +24,10 @@ from ascend_vllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from ascend_vllm.args.engine_args import EngineArgs
     from ascend_vllm.core.engine_core import EngineCore
+
+
+# how often the core is asked whether an adapter is loaded
+_LOADING_POLL_S = 0.005
 
 
 class LLMEngine:
@@ -104,7 +110,7 @@ class LLMEngine:
         prompt: PromptType,
         params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         prompt_adapter_request: Any = None,
         priority: int = 0,
@@ -118,7 +124,8 @@ class LLMEngine:
             prompt: text, {"prompt": text} or {"prompt_token_ids": ids}.
             params: how to sample; on a pooling model, how to pool.
             arrival_time: seconds of time.monotonic(); None: now.
-            lora_request, prompt_adapter_request: not supported in this version.
+            lora_request: the LoRA adapter to use; None: the model as it is.
+            prompt_adapter_request: not supported in this version.
             trace_headers: W3C headers of the caller's trace, to which the request's span is added.
             priority: lower is served first; 0 unless the engine runs with --scheduling-policy priority.
             cache_salt: only requests with the same one share cached prefixes; None: all without one do.
@@ -126,13 +133,15 @@ class LLMEngine:
         Raises:
             RequestError: the request is wrong; nothing was queued.
         """
-        refuse_adapters(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
+        refuse_adapters(prompt_adapter_request=prompt_adapter_request)
         if self.get_parallel_config().world_size > 1 and getattr(params, "logits_processors", None):
             raise RequestError(
                 "logits_processors are functions, which workers in other processes cannot call: use a single worker.",
                 "logits_processors",
             )
-        request = self._input.process(request_id, prompt, params, priority, arrival_time, cache_salt=cache_salt)
+        request = self._input.process(
+            request_id, prompt, params, priority, arrival_time, cache_salt=cache_salt, lora=lora_request
+        )
         request.trace_headers = trace_headers
         self._output.add(request)
         for core_request in request.core_requests:
@@ -158,6 +167,18 @@ class LLMEngine:
         self.metrics.record(outputs.stats, stats)
         self.metrics.log_if_due()
         return processed.request_outputs
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Loads an adapter, so that the first request with it need not wait. Returns True.
+
+        Raises:
+            RequestError: LoRA is not enabled, or the adapter cannot be loaded; the text says why.
+        """
+        while (reason := self.call_utility("load_lora", *lora_request.key)) is None:
+            time.sleep(_LOADING_POLL_S)
+        if reason:
+            raise RequestError(reason, "lora_path")
+        return True
 
     def abort_request(self, request_id: str | list[str]) -> None:
         """Ends requests early, without an output; unknown ids are ignored."""

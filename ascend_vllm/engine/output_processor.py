@@ -348,6 +348,7 @@ class _RequestState:
             outputs,
             finished,
             self.metrics,
+            self.request.core_requests[0].lora,
             num_cached_tokens=self.num_cached_tokens,
             pooled=first.data if isinstance(first, PoolingState) else None,
         )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from ascend_vllm.config.lora import LoRAConfig
 from ascend_vllm.distributed.collectives import Collectives, SingleRank
 from ascend_vllm.distributed.parallel_context import ParallelContext
 from ascend_vllm.layers.quantization.base import QuantScheme
@@ -26,6 +27,7 @@ class BuildContext:
         collectives: of the tensor-parallel group.
         quant: chooses the quantization method of each layer.
         step_state: where layers declare step state.
+        lora: limits of LoRA adapters; None: there are none.
         checkpoint_shapes: of the checkpoint's tensors, by the model's names, for layers with several layouts; empty
             if weights are random.
         checkpoint_dtypes: of those of them whose dtype can be loaded.
@@ -44,6 +46,7 @@ class BuildContext:
     collectives: Collectives = dataclasses.field(default_factory=SingleRank)
     quant: QuantScheme = dataclasses.field(default_factory=UnquantizedScheme)
     step_state: StepState = dataclasses.field(default_factory=lambda: StepState(0, 0, torch.device("cpu")))
+    lora: LoRAConfig | None = None
     checkpoint_shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     checkpoint_dtypes: Mapping[str, torch.dtype] = dataclasses.field(default_factory=dict)
     checkpoint_names: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -14,7 +14,13 @@ from ascend_vllm.distributed.collectives import SingleRank
 from ascend_vllm.distributed.parallel_context import Shard
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
-from ascend_vllm.layers.quantization.base import Activation, ActivationQuant, LayerKind, LinearOutput
+from ascend_vllm.layers.quantization.base import (
+    Activation,
+    ActivationQuant,
+    LayerKind,
+    LinearOutput,
+    QuantMethod,
+)
 
 
 class Linear(Layer):
@@ -72,6 +78,11 @@ class Linear(Layer):
             slots.append(WeightSlot(f"{output.name}.bias", (output.total,), target, (output.shard.start,)))
             row += output.shard.size
         return slots
+
+    @property
+    def method(self) -> QuantMethod:
+        """How the weight is stored and multiplied."""
+        return self._method
 
     @property
     def activation_quant(self) -> ActivationQuant | None:

@@ -46,6 +46,7 @@ class StepState:
 
     Attributes:
         specs: the declared tensors, by name.
+        is_plain: all entries of the current step are what their specs fill in, so that layers may compute less.
 
     Example:
         >>> state = StepState(8, 4, torch.device("cpu"))
@@ -60,6 +61,7 @@ class StepState:
         self._max_num_rows = max_num_rows
         self._device = device
         self.specs: dict[str, StepStateSpec] = {}
+        self.is_plain = True
         self._memory: dict[str, torch.Tensor] = {}
 
     def declare(self, spec: StepStateSpec) -> torch.Tensor:

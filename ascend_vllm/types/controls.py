@@ -19,6 +19,11 @@ def _joined(results: Sequence[Any]) -> list[Any]:
     return [one for result in results for one in result]
 
 
+def _worst_state(results: Sequence[str | None]) -> str | None:
+    """Of results of `EngineCore.load_lora`."""
+    return next((reason for reason in results if reason), None if None in results else "")
+
+
 def _any_field(results: Sequence[Mapping[str, bool]]) -> dict[str, bool]:
     return {name: any(result[name] for result in results) for name in results[0]}
 
@@ -73,6 +78,8 @@ CONTROLS: dict[str, Control] = {
     # true if it is of any core: the engine is asleep while one core still is
     "state": Control(merge=_any_field),
     "profile": Control(("is_start",)),
+    # loading as long as one core is, failed if one has
+    "load_lora": Control(("name", "number", "path"), merge=_worst_state),
     # the results of all workers, those of the first core first
     "collective_rpc": Control(("method", "timeout", "args", "kwargs"), merge=_joined),
 }

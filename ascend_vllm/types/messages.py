@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from ascend_vllm.lora.request import LoRARequest
 from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
 
@@ -78,6 +79,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, tag=True, gc=False, omi
     pooling_params: PoolingParams | None = None
     # not the first sequence of a caller's request: queued apart, so that it does not hold up other requests
     is_further: bool = False
+    # the LoRA adapter that its tokens are computed with
+    lora: LoRARequest | None = None
 
 
 class SequencesOfRequest(msgspec.Struct, array_like=True, tag=True, gc=False):

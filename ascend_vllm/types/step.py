@@ -32,6 +32,8 @@ NO_TOKEN = -1
 REJECTED_TOKEN = -2
 # pads the sampled ids of a row that samples at fewer than N positions
 PADDING_TOKEN = -3
+# name of the row state (`NewRow.state`) that has the slot of the row's LoRA adapter
+ADAPTER_SLOT = "adapter_slot"
 
 
 class MoveKind(enum.IntEnum):

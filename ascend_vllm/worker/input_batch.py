@@ -100,8 +100,8 @@ class HostBatch:
 
         Args:
             device: of the tensors.
-            only_outputs: hidden states are wanted of no tokens but `logits_indices`. With step state they are
-                computed for all tokens, as layers with such state expect.
+            only_outputs: hidden states are wanted of no tokens but `logits_indices`. With step state that is not
+                plain they are computed for all tokens, as layers with such state expect.
         """
         input_ids, positions, slot_mapping, query_start, seq_lens, block_table, logits_indices = upload_all(
             (
@@ -116,7 +116,8 @@ class HostBatch:
             device,
         )
         output_indices = None
-        if only_outputs and self.row_values is None and len(self.logits_indices) < len(self.input_ids):
+        is_plain = self.row_values is None or self.row_state.state.is_plain
+        if only_outputs and is_plain and len(self.logits_indices) < len(self.input_ids):
             output_indices = logits_indices if len(self.logits_indices) else query_start[:1].long()
         return ForwardBatch(
             input_ids=input_ids,

@@ -52,6 +52,7 @@ class RowState:
         """
         specs = self.state.specs
         values = {name: column[slots] for name, column in self._columns.items()}
+        self.state.is_plain = all((value == specs[name].fill).all() for name, value in values.items())
         return {
             name: value if specs[name].is_per_row else np.repeat(value, num_scheduled, axis=0)
             for name, value in values.items()

@@ -49,8 +49,9 @@ class TapeRunner:
         self.query_lens = query_lens
         self._inputs = StaticInputs(self._most_rows, blocks_per_row, torch.device("cpu"), step_state, query_lens)
         self._tapes = Tapes()
-        # by R and q: [R*q, H], written by replays
-        self._hidden: dict[Shape, torch.Tensor] = {}
+        self._step_state = step_state
+        # by key: [R*q, H], written by replays
+        self._hidden: dict[int, torch.Tensor] = {}
 
     def capture(self) -> None:
         """Does nothing: the first step of each shape is recorded when it runs."""
@@ -66,25 +67,26 @@ class TapeRunner:
         if shape is None or shape[0] > self._most_rows:
             return None
         self._inputs.fill(batch, shape[0])
-        hidden = self._hidden.get(shape)
+        key = _key(shape, is_plain=self._step_state.is_plain)
+        hidden = self._hidden.get(key)
         if hidden is None:
-            return self._record(shape)
-        self._tapes.replay(_key(shape))
+            return self._record(shape, key)
+        self._tapes.replay(key)
         return hidden
 
-    def _record(self, shape: Shape) -> torch.Tensor | None:
+    def _record(self, shape: Shape, key: int) -> torch.Tensor | None:
         batch = self._inputs.batch(*shape)
         try:
-            hidden = self._tapes.record(_key(shape), lambda: self._forward(batch))
+            hidden = self._tapes.record(key, lambda: self._forward(batch))
         except UnrecordableError as error:
             logger.info("Decoding is not replayed from tapes: %s", error)
             self._most_rows = 0
             return None
-        self._hidden[shape] = hidden
+        self._hidden[key] = hidden
         return hidden
 
 
-def _key(shape: Shape) -> int:
-    """The number of a shape's tape."""
+def _key(shape: Shape, *, is_plain: bool) -> int:
+    """The number of a shape's tape; there is one more for steps whose step state is not plain."""
     num_rows, query_len = shape
-    return query_len * (MOST_ROWS + 1) + num_rows
+    return 2 * (query_len * (MOST_ROWS + 1) + num_rows) + (not is_plain)

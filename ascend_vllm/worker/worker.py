@@ -38,6 +38,7 @@ from ascend_vllm.platforms import get_platform
 from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import KVCacheSize, NewRow, SchedulerOutput, StepOutput
+from ascend_vllm.worker.adapters import WorkerAdapters
 from ascend_vllm.worker.kv_memory import GIB, KVMemory, first_line
 from ascend_vllm.worker.largest_step import make_largest_step, num_blocks_of
 from ascend_vllm.worker.plugins import select_attention_backend
@@ -108,6 +109,7 @@ class Worker:
             self._link = StageLink(stages, stage, width, self._dtype, self._device)
         self._loaded: LoadedModel | None = None
         self._runner: Runner | None = None
+        self._adapters: WorkerAdapters | None = None
         self._cache_size: KVCacheSize | None = None
         traces = envs.torch_profiler_dir()
         self._profiler = None if traces is None else WorkerProfiler(traces, rank)
@@ -133,6 +135,7 @@ class Worker:
             parallel=self._parallel,
             collectives=self._collectives,
             step_state=step_state,
+            lora=config.lora,
             kv_cache=config.cache.format,
             kv_layer_scales=scales[self._parallel.tp_rank] if (scales := config.cache.layer_scales) else None,
         )
@@ -156,6 +159,10 @@ class Worker:
         for sentence in backend.advice(config):
             logger.warning("%s", sentence)
         self._loaded = LoadedModel(model, backend, step_state)
+        if self._adapters is not None:
+            self._adapters.use(model)
+        elif config.lora is not None:
+            self._adapters = WorkerAdapters(model, config.lora)
         logger.info(
             "Model loaded in %.2f s: %s, %s, attention backend %s",
             time.monotonic() - start,
@@ -246,6 +253,22 @@ class Worker:
         """Calls a function with the model, and returns its result."""
         return function(self.get_model())
 
+    def load_adapter(self, number: int, path: str) -> None:
+        """See `WorkerAdapters.load`."""
+        self._adapters_in_use.load(number, path)
+
+    def adapter_state(self, number: int) -> str | None:
+        """See `WorkerAdapters.state`."""
+        return self._adapters_in_use.state(number)
+
+    def place_adapter(self, slot: int, number: int) -> None:
+        """See `WorkerAdapters.place`."""
+        self._adapters_in_use.place(slot, number)
+
+    def drop_adapter(self, number: int) -> None:
+        """See `WorkerAdapters.drop`."""
+        self._adapters_in_use.drop(number)
+
     def profile(self, is_start: bool = True) -> None:
         """Begins or ends a trace of the steps, see `WorkerProfiler`.
 
@@ -296,6 +319,14 @@ class Worker:
         """Frees the model and the cache."""
         self._runner = None
         self._loaded = None
+        if self._adapters is not None:
+            self._adapters.shutdown()
+
+    @property
+    def _adapters_in_use(self) -> WorkerAdapters:
+        if self._adapters is None:
+            raise RuntimeError("the worker was built without LoRA adapters")
+        return self._adapters
 
     @property
     def _model_in_use(self) -> LoadedModel:

@@ -822,8 +822,8 @@ def test_unusable_device(make_model: MakeModel) -> None:
 
 
 def test_refusals_come_before_files_are_read() -> None:
-    with pytest.raises(UnsupportedFlagError, match=r"^--enable-lora is not supported"):
-        config_of("/no/such/dir", enable_lora=True)
+    with pytest.raises(UnsupportedFlagError, match=r"^--enable-prompt-adapter is not supported"):
+        config_of("/no/such/dir", enable_prompt_adapter=True)
     with pytest.raises(UnsupportedFlagError, match=r"^--ray-workers-use-nsight is not supported"):
         config_of("/no/such/dir", distributed_executor_backend="ray", ray_workers_use_nsight=True)
     with pytest.raises(UnsupportedFlagError, match=r"^--num-lookahead-slots 1 is not supported"):

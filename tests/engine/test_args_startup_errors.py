@@ -51,7 +51,6 @@ def error_of(directory: pathlib.Path, config: dict[str, Any], values: dict[str, 
         ({"max_loras": 0, "enable_lora": True}, "max_loras (0) must be >= 1."),
         ({"max_cpu_loras": 2, "max_loras": 3}, "max_cpu_loras (2) must be >= max_loras (3)"),
         ({"lora_extra_vocab_size": 1}, "lora_extra_vocab_size (1) must be one of (0, 256, 512)."),
-        ({"enable_lora": True, "enable_chunked_prefill": True}, "LoRA is not supported with chunked prefill yet."),
         (
             NGRAM | {"num_scheduler_steps": 2, "ngram_prompt_lookup_max": 4},
             "Speculative decoding is not supported with multi-step (--num-scheduler-steps > 1)",

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.engine.async_llm import AsyncLLM
 from ascend_vllm.errors import AscendVllmError, EngineBusyError, EngineDeadError, ModelLoadError, RequestError
+from ascend_vllm.lora.request import LoRARequest
 from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
 from tests.tiny_models import tiny_model
@@ -180,7 +181,7 @@ async def test_wrong_requests_are_refused_at_once(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"lora_request": object()}, "lora_request is not supported"),
+        ({"lora_request": LoRARequest("a", 1, "/a")}, r"Got lora_request .* but LoRA is not enabled!"),
         ({"prompt_adapter_request": object()}, "prompt_adapter_request is not supported"),
         (
             {"sampling_params": params(logits_processors=[lambda _, logits: logits])},

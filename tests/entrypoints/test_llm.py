@@ -152,7 +152,7 @@ def test_more_requests_than_slots_and_blocks() -> None:
         ),
         ({"prompts": ["a"], "priority": [0, 0]}, "The lengths of prompts and priority must be the same."),
         ({"prompts": "a", "priority": [1]}, "Got priority 1 but Priority scheduling is not enabled."),
-        ({"prompts": "a", "lora_request": object()}, "lora_request is not supported"),
+        ({"prompts": "a", "lora_request": object()}, "lora_request must be a LoRARequest"),
         (
             {"prompts": "a", "guided_options_request": {"guided": "x"}},
             "guided_options_request has unknown field(s): guided",
@@ -387,8 +387,8 @@ def test_interrupting_leaves_a_usable_engine(llm: LLM, monkeypatch: pytest.Monke
 def test_unknown_and_unsupported_keywords() -> None:
     with pytest.raises(TypeError, match="max_modle_len"):
         make_llm(max_modle_len=5)
-    with pytest.raises(ConfigError, match="enable-lora"):
-        make_llm(enable_lora=True)
+    with pytest.raises(ConfigError, match="enable-prompt-adapter"):
+        make_llm(enable_prompt_adapter=True)
     with pytest.raises(ConfigError, match="appears path-like, but doesn't exist"):
         make_llm(chat_template="absent.jinja")
 

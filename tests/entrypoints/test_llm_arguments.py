@@ -14,6 +14,7 @@ import pytest
 from ascend_vllm import LLM, BeamSearchParams, EngineArgs, SamplingParams
 from ascend_vllm.entrypoints.offline.arguments import REFUSED, REFUSED_METHODS
 from ascend_vllm.errors import RequestError, UnsupportedFlagError
+from ascend_vllm.lora.request import LoRARequest
 from tests.tiny_models import tiny_model
 
 # version → "LLM", "EngineArgs": names of arguments; "methods": name → names of its arguments
@@ -63,8 +64,8 @@ def test_refused_by_name(name: str, default: Any, reason: str) -> None:
     assert str(refused.value) == f"{name} is not supported: {reason}"
     for nothing in (default, None):
         # the next thing that is wrong
-        with pytest.raises(UnsupportedFlagError, match="--enable-lora is not supported"):
-            LLM("nowhere", enable_lora=True, **{name: nothing})
+        with pytest.raises(UnsupportedFlagError, match="--enable-prompt-adapter is not supported"):
+            LLM("nowhere", enable_prompt_adapter=True, **{name: nothing})
 
 
 def test_what_asks_for_something() -> None:
@@ -76,8 +77,8 @@ def test_what_asks_for_something() -> None:
         LLM("nowhere", enable_eplb=True)
     with pytest.raises(UnsupportedFlagError, match="mm_device_do_normalize is not supported"):
         LLM("nowhere", mm_device_do_normalize=False)
-    with pytest.raises(UnsupportedFlagError, match="--enable-lora is not supported"):
-        LLM("nowhere", hf_token=True, enable_lora=True)
+    with pytest.raises(UnsupportedFlagError, match="--enable-prompt-adapter is not supported"):
+        LLM("nowhere", hf_token=True, enable_prompt_adapter=True)
 
 
 @pytest.mark.parametrize("version", PARAMETERS)
@@ -131,8 +132,11 @@ def test_what_methods_do_not_support(llm: LLM) -> None:
 def test_a_list_of_adapters(llm: LLM) -> None:
     with pytest.raises(RequestError, match="The lengths of prompts and lora_request must be the same"):
         llm.generate(["a", "b"], GREEDY, lora_request=[object()])
-    with pytest.raises(RequestError, match="lora_request is not supported in this version"):
+    with pytest.raises(RequestError, match="lora_request must be a LoRARequest"):
         llm.generate(["a", "b"], GREEDY, lora_request=[None, object()])
+    with pytest.raises(RequestError, match=r"Got lora_request .* but LoRA is not enabled!"):
+        llm.generate(["a", "b"], GREEDY, lora_request=LoRARequest("a", 1, "/a"))
+    assert not llm.llm_engine.has_unfinished_requests()
 
 
 def test_the_constructor_by_position() -> None:

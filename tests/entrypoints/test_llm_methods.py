@@ -17,6 +17,7 @@ import ascend_vllm
 from ascend_vllm import LLM, CompletionOutput, ModelRegistry, RequestOutput, SamplingParams
 from ascend_vllm.engine.metrics_reader import Counter, Gauge, Histogram, Metric
 from ascend_vllm.errors import RequestError
+from ascend_vllm.lora.request import LoRARequest
 from ascend_vllm.outputs import RequestMetrics
 from tests.tiny_models import tiny_model
 
@@ -115,7 +116,7 @@ def test_queued_prompts_run_when_they_are_waited_for(llm: LLM) -> None:
         llm.wait_for_completion(CompletionOutput, use_tqdm=False)
     with pytest.raises(RequestError, match="The lengths of prompts and params must be the same"):
         llm.enqueue(PROMPTS, [GREEDY])
-    with pytest.raises(RequestError, match="lora_request is not supported"):
+    with pytest.raises(RequestError, match="lora_request must be a LoRARequest"):
         llm.enqueue("a", GREEDY, object())
     assert not llm.llm_engine.has_unfinished_requests()
 
@@ -189,8 +190,8 @@ def test_without_the_switches() -> None:
     assert engine.get_tokenizer() is llm.get_tokenizer()
     assert engine.get_model_config().max_model_len == engine.get_scheduler_config().max_model_len == 64
     assert engine.get_parallel_config().tensor_parallel_size == 1
-    with pytest.raises(RequestError, match="lora_request is not supported in this version"):
-        engine.add_request("a", "a", GREEDY, None, object())
+    with pytest.raises(RequestError, match=r"Got lora_request .* but LoRA is not enabled!"):
+        engine.add_request("a", "a", GREEDY, None, LoRARequest("a", 1, "/a"))
     llm.shutdown()
 
 

@@ -111,7 +111,7 @@ def test_wrong_calls_name_what_is_wrong(embedder: LLM) -> None:
         (lambda: embedder.encode(""), "Prompt cannot be empty"),
         (lambda: embedder.encode([5] * 513), "maximum context length is 512 tokens"),
         (lambda: embedder.encode([999]), "out of vocabulary"),
-        (lambda: embedder.embed("a", lora_request=object()), "lora_request is not supported"),
+        (lambda: embedder.embed("a", lora_request=object()), "lora_request must be a LoRARequest"),
         (lambda: PoolingParams(task="zzz"), "task must be one of"),  # type: ignore[arg-type]
     ):
         with pytest.raises(ValueError, match=words):

@@ -323,7 +323,7 @@ def test_errors_before_anything_is_loaded(tiny_dir: str, tmp_path: pathlib.Path)
     for flags, text in (
         (["--chat-template", "./nope.jinja"], "appears path-like, but doesn't exist!"),
         (["--ssl-keyfile", "k", "--ssl-certfile", "c"], "The TLS files (c, k) cannot be used"),
-        (["--enable-lora"], "--enable-lora is not supported"),
+        (["--enable-prompt-adapter"], "--enable-prompt-adapter is not supported"),
     ):
         code, log = ends_without_listening(["--model", tiny_dir, *flags])
         assert code == 2, log

@@ -166,7 +166,16 @@ def test_wrong_config_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_unsupported_flag_ends_with_exit_code_2_and_its_name(tmp_path: pathlib.Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ascend_vllm.entrypoints.cli", "serve", str(tmp_path), "--enable-lora", "--port", "0"],
+        [
+            sys.executable,
+            "-m",
+            "ascend_vllm.entrypoints.cli",
+            "serve",
+            str(tmp_path),
+            "--fully-sharded-loras",
+            "--port",
+            "0",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -174,7 +183,7 @@ def test_unsupported_flag_ends_with_exit_code_2_and_its_name(tmp_path: pathlib.P
         check=False,
     )
     assert done.returncode == 2
-    assert "--enable-lora is not supported: LoRA adapters are not available" in done.stderr
+    assert "--fully-sharded-loras is not supported: ranks share half of the computation" in done.stderr
     assert "Traceback" not in done.stderr
 
 

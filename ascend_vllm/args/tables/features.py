@@ -16,9 +16,6 @@ class AdapterArgs:
     """LoRA adapters."""
 
     SECTION: ClassVar[str] = "Adapters"
-    UNSUPPORTED: ClassVar[str] = (
-        "LoRA adapters are not available in this version; merge the adapter into the model's weights"
-    )
 
     enable_lora: bool = flag(
         False, "Lets requests choose LoRA adapters, small sets of weights that change what the model has learned."
@@ -26,7 +23,9 @@ class AdapterArgs:
     max_loras: int = flag(1, "The largest number of different LoRA adapters in one batch.")
     max_lora_rank: int = flag(16, "The largest rank that a LoRA adapter may have.")
     lora_extra_vocab_size: int = flag(
-        256, "The largest number of tokens that a LoRA adapter may add to the vocabulary."
+        256,
+        "The largest number of tokens that a LoRA adapter may add to the vocabulary.",
+        unsupported="adapters with tokens of their own are not available in this version",
     )
     lora_dtype: str = flag(
         "auto",
@@ -34,10 +33,16 @@ class AdapterArgs:
         choices=("auto", "float16", "bfloat16", "float32"),
     )
     long_lora_scaling_factors: str | None = flag(
-        None, "Position scales for which long-context LoRA adapters were trained, separated by commas."
+        None,
+        "Position scales for which long-context LoRA adapters were trained, separated by commas.",
+        unsupported="adapters for longer contexts are not available in this version",
     )
     max_cpu_loras: int | None = flag(None, "The largest number of LoRA adapters that are kept in CPU memory.")
-    fully_sharded_loras: bool = flag(False, "Shares all of the LoRA computation among the devices, not half of it.")
+    fully_sharded_loras: bool = flag(
+        False,
+        "Shares all of the LoRA computation among the devices, not half of it.",
+        unsupported="ranks share half of the computation of LoRA adapters in this version",
+    )
 
 
 @dataclasses.dataclass

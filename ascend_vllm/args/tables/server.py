@@ -244,7 +244,7 @@ class FrontendArgs(HttpArgs):
         "LoRA adapters that are served beside the model, each as name=path or as a JSON object.",
         kind="lora_module",
         many=True,
-        unsupported="LoRA adapters are not available in this version; merge the adapter into the model's weights",
+        example="--enable-lora --lora-modules sql=/adapters/sql",
     )
     prompt_adapters: list[str] | None = flag(
         None,

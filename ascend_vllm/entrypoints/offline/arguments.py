@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ascend_vllm.errors import RequestError, UnsupportedFlagError
+from ascend_vllm.lora.request import LoRARequest
 from ascend_vllm.refusals import Refusal, first_refused
 
 _DATA = json.loads(pathlib.Path(__file__).with_name("refused.json").read_text(encoding="utf-8"))
@@ -50,14 +51,17 @@ def refuse(**arguments: Any) -> None:
         raise RequestError(found.reason, found.name)
 
 
-def refuse_lora(lora_request: Any, num_prompts: int) -> None:
-    """Refuses adapters: one for all prompts, or a list with one, or none, for each.
+def adapters_of(lora_request: Any, num_prompts: int) -> list[LoRARequest | None]:
+    """The adapter of each prompt: one is given for all of them, or a list with one, or None, for each.
 
     Raises:
-        RequestError: the list is of another length, or an adapter is in it.
+        RequestError: the list is of another length, or something else than a `LoRARequest` is given.
     """
-    if isinstance(lora_request, Sequence):
-        if len(lora_request) != num_prompts:
-            raise RequestError("The lengths of prompts and lora_request must be the same.", "lora_request")
-        lora_request = next((one for one in lora_request if one is not None), None)
-    refuse(lora_request=lora_request)
+    each = list(lora_request) if isinstance(lora_request, list | tuple) else [lora_request] * num_prompts
+    if len(each) != num_prompts:
+        raise RequestError("The lengths of prompts and lora_request must be the same.", "lora_request")
+    if any(one is not None and not isinstance(one, LoRARequest) for one in each):
+        raise RequestError(
+            "lora_request must be a LoRARequest, or a list with one or None per prompt.", "lora_request"
+        )
+    return each

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ascend_vllm.engine.input_processor import PromptType, TokensPrompt
-from ascend_vllm.entrypoints.offline.arguments import refuse, refuse_lora
+from ascend_vllm.entrypoints.offline.arguments import refuse
 from ascend_vllm.errors import RequestError
 
 Prompts = PromptType | list[int] | Sequence[PromptType | list[int]]
@@ -16,7 +16,6 @@ Messages = Sequence[Mapping[str, Any]]
 def collect_prompts(
     prompts: Prompts | None,
     prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None,
-    lora_request: Any,
     **unsupported: Any,
 ) -> list[PromptType]:
     """The prompts of a call, in any accepted form.
@@ -24,16 +23,13 @@ def collect_prompts(
     Args:
         prompts: one or a list: text, ids, {"prompt": text} or {"prompt_token_ids": ids}.
         prompt_token_ids: ids instead, or beside their texts: of one prompt or of each.
-        lora_request: see `refuse_lora`.
         unsupported: see `refuse`.
 
     Raises:
         RequestError: there are none, or not as many texts as ids; or an argument needs an unsupported feature.
     """
     refuse(**unsupported)
-    found = _pair_texts_and_ids(prompts, prompt_token_ids)
-    refuse_lora(lora_request, len(found))
-    return found
+    return _pair_texts_and_ids(prompts, prompt_token_ids)
 
 
 def _pair_texts_and_ids(

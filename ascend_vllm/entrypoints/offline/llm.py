@@ -21,13 +21,14 @@ from ascend_vllm.engine.input_processor import PromptType, TokensPrompt
 from ascend_vllm.engine.llm_engine import LLMEngine
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.entrypoints.demo_model import DEMO_MODEL_NAME, ensure_demo_model
-from ascend_vllm.entrypoints.offline.arguments import refuse_lora, without_defaults
+from ascend_vllm.entrypoints.offline.arguments import adapters_of, without_defaults
 from ascend_vllm.entrypoints.offline.guided_options import with_guided_options
 from ascend_vllm.entrypoints.offline.inputs import Messages, Prompts, collect_prompts
 from ascend_vllm.entrypoints.offline.pooling import PoolingMethods
 from ascend_vllm.entrypoints.offline.progress import Progress, UseTqdm
 from ascend_vllm.entrypoints.templates.chat_template import ContentFormat, load_chat_template, render_chat
 from ascend_vllm.errors import RequestError
+from ascend_vllm.lora.request import LoRARequest
 from ascend_vllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -131,8 +132,8 @@ class LLM(PoolingMethods):
             sampling_params: for all prompts, or one for each; None: the model's defaults.
             prompt_token_ids: ids instead of `prompts`: of one prompt or of each.
             use_tqdm: show a progress bar, or a callable that makes one.
-            lora_request, prompt_adapter_request, tokenization_kwargs, mm_processor_kwargs: not supported in this
-                version.
+            lora_request: the LoRA adapter of all prompts, or a list with one or None for each.
+            prompt_adapter_request, tokenization_kwargs, mm_processor_kwargs: not supported in this version.
             guided_options_request: what all outputs must look like, see `with_guided_options`; sampling_params with
                 `structured_outputs` of their own are the other way to say it.
             priority: one for each prompt, lower is served first; other than 0 only under
@@ -147,13 +148,12 @@ class LLM(PoolingMethods):
         parsed = collect_prompts(
             prompts,
             prompt_token_ids,
-            lora_request,
             prompt_adapter_request=prompt_adapter_request,
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
         )
         params = with_guided_options(self._collect_params(sampling_params, len(parsed)), guided_options_request)
-        return self._add_and_run(parsed, params, use_tqdm, priority)
+        return self._add_and_run(parsed, params, use_tqdm, priority, adapters_of(lora_request, len(parsed)))
 
     def chat(
         self,
@@ -259,7 +259,7 @@ class LLM(PoolingMethods):
         """
         given: list[Any] = [prompts] if isinstance(prompts, str | dict) else list(prompts)
         parsed = [TokensPrompt(prompt_token_ids=prompt) if isinstance(prompt, list) else prompt for prompt in given]
-        refuse_lora(lora_request, len(parsed))
+        adapters = adapters_of(lora_request, len(parsed))
         # the sequences' texts are made here, once they are complete
         one = params.to_sampling_params().clone(detokenize=False)
         size = len(parsed) if concurrency_limit is None else concurrency_limit
@@ -268,7 +268,8 @@ class LLM(PoolingMethods):
         outputs = []
         for start in range(0, len(parsed), max(size, 1)):
             part = parsed[start : start + size]
-            outputs += self._add_and_run(part, [one] * len(part), use_tqdm)
+            part_adapters = adapters[start : start + size]
+            outputs += self._add_and_run(part, [one] * len(part), use_tqdm, adapters=part_adapters)
         return [self._make_beam_search_output(output) for output in outputs]
 
     def enqueue(
@@ -293,11 +294,11 @@ class LLM(PoolingMethods):
         parsed = collect_prompts(
             prompts,
             None,
-            lora_request,
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
         )
-        return self._add(parsed, self._collect_params(sampling_params, len(parsed)), priority)
+        params = self._collect_params(sampling_params, len(parsed))
+        return self._add(parsed, params, priority, adapters_of(lora_request, len(parsed)))
 
     def enqueue_chat(
         self,
@@ -396,8 +397,9 @@ class LLM(PoolingMethods):
         params: Sequence[SamplingParams | PoolingParams],
         use_tqdm: UseTqdm,
         priorities: Sequence[int] | None = None,
+        adapters: Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        request_ids = self._add(prompts, params, priorities)
+        request_ids = self._add(prompts, params, priorities, adapters)
         try:
             self._done |= self._run_engine(len(prompts), use_tqdm)
         except BaseException:  # Ctrl-C: leave nothing behind for the next call
@@ -410,6 +412,7 @@ class LLM(PoolingMethods):
         prompts: Sequence[PromptType],
         params: Sequence[SamplingParams | PoolingParams],
         priorities: Sequence[int] | None = None,
+        adapters: Sequence[LoRARequest | None] | None = None,
     ) -> list[str]:
         """Queues requests, all or none; their ids."""
         if self.llm_engine.is_paused():
@@ -420,9 +423,10 @@ class LLM(PoolingMethods):
         self._check_beams(params)
         request_ids: list[str] = []
         try:
-            for prompt, one, priority in zip(prompts, params, priorities, strict=True):
+            each = adapters or [None] * len(prompts)
+            for prompt, one, priority, lora in zip(prompts, params, priorities, each, strict=True):
                 request_id = str(next(self._request_ids))
-                self.llm_engine.add_request(request_id, prompt, one, priority=priority)
+                self.llm_engine.add_request(request_id, prompt, one, priority=priority, lora_request=lora)
                 request_ids.append(request_id)
         except BaseException:
             self.llm_engine.abort_request(request_ids)

@@ -9,11 +9,12 @@ from ascend_vllm.config.model import PoolerConfig
 from ascend_vllm.engine.input_processor import PromptType, TokensPrompt
 from ascend_vllm.engine.pooling import check_task, is_cross_encoder, pair_up, pooling_output, similarity
 from ascend_vllm.engine.tokenization import truncation_limit
-from ascend_vllm.entrypoints.offline.arguments import refuse
+from ascend_vllm.entrypoints.offline.arguments import adapters_of, refuse
 from ascend_vllm.entrypoints.offline.controls import EngineControls
 from ascend_vllm.entrypoints.offline.inputs import Prompts, collect_prompts
 from ascend_vllm.entrypoints.offline.progress import UseTqdm
 from ascend_vllm.errors import RequestError
+from ascend_vllm.lora.request import LoRARequest
 from ascend_vllm.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -41,6 +42,7 @@ class PoolingMethods(EngineControls):
         params: Sequence[SamplingParams | PoolingParams],
         use_tqdm: UseTqdm,
         priorities: Sequence[int] | None = None,
+        adapters: Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """The outputs of prompts, in their order."""
         raise NotImplementedError
@@ -84,12 +86,11 @@ class PoolingMethods(EngineControls):
         parsed = collect_prompts(
             prompts,
             prompt_token_ids,
-            lora_request,
             prompt_adapter_request=prompt_adapter_request,
             tokenization_kwargs=tokenization_kwargs,
         )
         check_task(pooling_task, self._pooler("encode"))
-        outputs = self._pool(parsed, pooling_params, use_tqdm)
+        outputs = self._pool(parsed, pooling_params, use_tqdm, lora_request)
         for output in outputs:
             # arrays decoded from msgpack are read-only
             output.outputs = PoolingOutput(torch.from_numpy(output.outputs.data.copy()))
@@ -105,11 +106,11 @@ class PoolingMethods(EngineControls):
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of each prompt, a list of floats; arguments and errors are those of `encode`."""
-        parsed = collect_prompts(prompts, None, lora_request, tokenization_kwargs=tokenization_kwargs)
+        parsed = collect_prompts(prompts, None, tokenization_kwargs=tokenization_kwargs)
         self._need("embed")
         return [
             _with_result(EmbeddingRequestOutput, output, EmbeddingOutput(output.outputs.data.tolist()))
-            for output in self._pool(parsed, pooling_params, use_tqdm)
+            for output in self._pool(parsed, pooling_params, use_tqdm, lora_request)
         ]
 
     def classify(
@@ -122,11 +123,11 @@ class PoolingMethods(EngineControls):
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """The probabilities of each prompt's labels; arguments and errors are those of `encode`."""
-        parsed = collect_prompts(prompts, None, lora_request, tokenization_kwargs=tokenization_kwargs)
+        parsed = collect_prompts(prompts, None, tokenization_kwargs=tokenization_kwargs)
         self._need("classify")
         return [
             _with_result(ClassificationRequestOutput, output, ClassificationOutput(output.outputs.data.tolist()))
-            for output in self._pool(parsed, pooling_params, use_tqdm)
+            for output in self._pool(parsed, pooling_params, use_tqdm, lora_request)
         ]
 
     def score(
@@ -180,12 +181,15 @@ class PoolingMethods(EngineControls):
         return found
 
     def _pool(
-        self, prompts: Sequence[PromptType], params: PoolingParamsOfCall, use_tqdm: UseTqdm
+        self, prompts: Sequence[PromptType], params: PoolingParamsOfCall, use_tqdm: UseTqdm, lora_request: Any = None
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         each = [params or PoolingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise RequestError("The lengths of prompts and params must be the same.", "pooling_params")
-        return [pooling_output(output) for output in self._add_and_run(prompts, each, use_tqdm)]
+        return [
+            pooling_output(output)
+            for output in self._add_and_run(prompts, each, use_tqdm, adapters=adapters_of(lora_request, len(prompts)))
+        ]
 
     def _pair(self, first: str, second: str, limit: int | None) -> TokensPrompt:
         tokenizer = self._need_tokenizer()

@@ -41,6 +41,7 @@ from ascend_vllm.entrypoints.http.metrics import (
 from ascend_vllm.entrypoints.http.request_ids import RequestIdClaimsMiddleware, RequestIdMiddleware
 from ascend_vllm.entrypoints.http.streaming import ClientDisconnectedError, WholeChainMiddleware
 from ascend_vllm.entrypoints.http.validation import add_body_route
+from ascend_vllm.entrypoints.openai.adapters import add_adapter_routes
 from ascend_vllm.entrypoints.openai.admin_routes import add_development_routes, add_profiling_routes
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest
@@ -147,17 +148,21 @@ def _add_system_routes(
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
     def card(name: str) -> ModelCard:
-        return ModelCard(id=name, root=settings.model_root, max_model_len=settings.max_model_len)
+        adapter = settings.adapters.get(name)
+        if adapter is None:
+            return ModelCard(id=name, root=settings.model_root, max_model_len=settings.max_model_len)
+        return ModelCard(id=name, root=adapter.lora_path, parent=adapter.base_model_name, max_model_len=None)
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return json_response(ModelList(data=[card(name) for name in settings.model_names]))
+        names = [*settings.model_names, *settings.adapters.by_name]
+        return json_response(ModelList(data=[card(name) for name in names]))
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
         if not model_id:
             return await models()
-        if model_id not in settings.model_names:
+        if not settings.serves(model_id):
             raise settings.unknown_model(model_id)
         return json_response(card(model_id))
 
@@ -333,6 +338,8 @@ def build_app(
     group = engine.group
     load = ServerLoad(None if group is None else group.counts)
     add_small_routes(app, engine, args, load)
+    if envs.allow_runtime_lora_updating():
+        add_adapter_routes(app, engine, settings.adapters)
     if not args.disable_ui:
         from ascend_vllm.entrypoints.ui.routes import add_ui_routes
 

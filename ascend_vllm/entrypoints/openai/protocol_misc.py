@@ -93,7 +93,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     owned_by: str = "vllm"
     root: str
     parent: str | None = None
-    max_model_len: int
+    # None of a LoRA adapter
+    max_model_len: int | None
     permission: list[ModelPermission] = msgspec.field(default_factory=lambda: [ModelPermission()])
 
 

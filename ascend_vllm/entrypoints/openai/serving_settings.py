@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import ascend_vllm
 from ascend_vllm import log_lines
 from ascend_vllm.args.tables.server import DEFAULT_MAX_SEQUENCES
+from ascend_vllm.entrypoints.openai.adapters import ServedAdapters
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from ascend_vllm.entrypoints.openai.request_limits import n_limit
 from ascend_vllm.entrypoints.templates.chat_template import ContentFormat
@@ -47,6 +48,7 @@ class ServingSettings:
         trace: whether the engine traces requests.
         max_sequences: most sequences of one request.
         max_n: most sequences of one prompt.
+        adapters: LoRA adapters that requests may name as their model.
     """
 
     model_names: tuple[str, ...]
@@ -70,6 +72,7 @@ class ServingSettings:
     trace: bool = False
     max_sequences: int = DEFAULT_MAX_SEQUENCES
     max_n: int = DEFAULT_MAX_SEQUENCES
+    adapters: ServedAdapters = dataclasses.field(default_factory=lambda: ServedAdapters(()))
 
     @classmethod
     def from_args(
@@ -103,7 +106,12 @@ class ServingSettings:
             trace=config.observability.otlp_traces_endpoint is not None,
             max_sequences=args.sequence_limit,
             max_n=n_limit(args.sequence_limit),
+            adapters=ServedAdapters(config.model.served_model_names, args.lora_modules or ()),
         )
+
+    def serves(self, model: str) -> bool:
+        """Whether requests may name this model or adapter."""
+        return model in self.model_names or model in self.adapters.by_name
 
     def unknown_model(self, name: str) -> ModelNotFoundError:
         """The error of a request for a model that is not served."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from ascend_vllm import envs
 from ascend_vllm.entrypoints.http.errors import error_body, json_response
 from ascend_vllm.entrypoints.http.metrics import ServerLoad
 from ascend_vllm.entrypoints.http.validation import read_by, read_json
@@ -43,13 +42,6 @@ _SCALE_OUT_ROUTES = (
     "/v1/messages/render",
     "/v1/responses/render",
 )
-_LORA_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-
-
-class UserInputError(RequestError):
-    """LoRA adapters are not supported; the type's name is vLLM's."""
-
-    error_type = "InvalidUserInput"
 
 
 def add_small_routes(app: FastAPI, engine: AsyncLLM, args: FrontendArgs, load: ServerLoad) -> None:
@@ -69,9 +61,6 @@ def add_small_routes(app: FastAPI, engine: AsyncLLM, args: FrontendArgs, load: S
     _add_invocations(app)
     for path in _SCALE_OUT_ROUTES:
         app.add_api_route(path, _refuse_scale_out, methods=["POST"], include_in_schema=False)
-    if envs.allow_runtime_lora_updating():
-        for path in _LORA_ROUTES:
-            app.add_api_route(path, _refuse_lora, methods=["POST"])
 
 
 def _add_invocations(app: FastAPI) -> None:
@@ -95,13 +84,6 @@ def _add_invocations(app: FastAPI) -> None:
 async def _refuse_scale_out() -> Response:
     message = "Scale-out endpoints are disabled. This version of the server does not have them."
     return json_response(error_body(message, "PermissionDeniedError", 403), 403)
-
-
-async def _refuse_lora() -> Response:
-    raise UserInputError(
-        "LoRA adapters are not available in this version of the server; merge the adapter into the model's weights.",
-        param="lora_name",
-    )
 
 
 def describe_tokenizer(tokenizer: Tokenizer, chat_template: str | None) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""LoRA adapters as callers name them: the import path is vLLM's."""

@@ -1,0 +1,198 @@
+"""Reads LoRA adapters as PEFT writes them: `adapter_config.json` beside `adapter_model.safetensors` or `.bin`.
+
+An adapter has two matrices for each linear layer that it changes: A takes the layer's inputs to a few numbers, the
+rank, and B takes these to the layer's outputs (Hu et al. 2021). The scale, `lora_alpha` by the rank or by its root,
+is multiplied into B here.
+
+Letters: R rank, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from ascend_vllm.errors import ModelLoadError
+from ascend_vllm.model_files import read_json, shown
+from ascend_vllm.models.checkpoint import SafetensorsFile, TorchFile, WeightFile
+
+T = TypeVar("T")
+
+_CONFIG = "adapter_config.json"
+_FILES: dict[str, type[WeightFile]] = {"adapter_model.safetensors": SafetensorsFile, "adapter_model.bin": TorchFile}
+_PREFIX = "base_model.model."
+_MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
+# copies of the model's own weights, which PEFT stores beside matrices of embeddings and heads
+_BASE_COPY = re.compile(r".+\.base_layer\.weight")
+
+# keys of the configuration that must not be set → why; `True` stands for any other value than null, false and empty
+_REFUSED: dict[str, str] = {
+    "use_dora": "DoRA is not supported",
+    "lora_bias": "biases of LoRA matrices (lora_bias) are not supported",
+    "modules_to_save": "whole modules in an adapter (modules_to_save) are not supported; merge the adapter",
+    "layer_replication": "layer_replication is not supported",
+    "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens) is not supported",
+    "trainable_token_indices": "trained token embeddings (trainable_token_indices) are not supported",
+    "context_length": "adapters for longer contexts (context_length) are not supported",
+    "use_qalora": "QALoRA is not supported",
+    "use_bdlora": "BD-LoRA is not supported",
+    "arrow_config": "arrow_config is not supported",
+    "kasa_config": "kasa_config is not supported",
+    "velora_config": "velora_config is not supported",
+    "monteclora_config": "monteclora_config is not supported",
+    "fan_in_fan_out": "weights with inputs first (fan_in_fan_out) are not supported",
+}
+# initialisations that leave the model's own weights as they are
+_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoRAMatrices:
+    """What an adapter adds to one linear layer: x Aᵀ Bᵀ.
+
+    Attributes:
+        a: [R, K] float.
+        b: [N, R] float32, with the scale.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class _Scaling:
+    """Rank and scale of each module, of an adapter's configuration."""
+
+    def __init__(self, config: Mapping[str, Any], path: pathlib.Path) -> None:
+        self._path = path
+        self._rank = self._as_rank("r", config["r"])
+        self._alpha = self._as_alpha("lora_alpha", config["lora_alpha"])
+        self._takes_root = bool(config.get("use_rslora"))
+        self._ranks = self._pattern(config, "rank_pattern", self._as_rank)
+        self._alphas = self._pattern(config, "alpha_pattern", self._as_alpha)
+
+    def _as_rank(self, name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ModelLoadError(f"{self._path}: LoRA rank `{name}` must be a positive integer, got {shown(value)}.")
+        return value
+
+    def _as_alpha(self, name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ModelLoadError(f"{self._path}: {name} must be a number, got {shown(value)}.")
+        return float(value)
+
+    def _pattern(self, config: Mapping[str, Any], name: str, convert: Callable[[str, Any], T]) -> dict[str, T]:
+        values = config.get(name) or {}
+        if not isinstance(values, dict):
+            raise ModelLoadError(f"{self._path}: {name} must be an object, got {shown(values)}.")
+        return {pattern: convert(f"{name}.{pattern}", value) for pattern, value in values.items()}
+
+    @property
+    def largest(self) -> int:
+        """The largest rank that the configuration names."""
+        return max([self._rank, *self._ranks.values()])
+
+    def of(self, module: str) -> tuple[int, float]:
+        """Rank and scale of a module, by its name in the model."""
+        rank = next((rank for pattern, rank in self._ranks.items() if _names(pattern, module)), self._rank)
+        alpha = next((alpha for pattern, alpha in self._alphas.items() if _names(pattern, module)), self._alpha)
+        return rank, alpha / (math.sqrt(rank) if self._takes_root else rank)
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Whether a key of `rank_pattern` or `alpha_pattern` means this module, by PEFT's rule."""
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+
+
+def read_adapter(directory: str, max_rank: int) -> dict[str, LoRAMatrices]:
+    """Reads an adapter.
+
+    Args:
+        directory: of its files.
+        max_rank: the largest rank that it may have.
+
+    Returns:
+        Its matrices by the layer's name in the model's checkpoint, such as "model.layers.0.self_attn.q_proj".
+
+    Raises:
+        ModelLoadError: a file is missing, damaged or of another kind, or a matrix has a wrong rank; the text names
+            file and tensor.
+    """
+    folder = pathlib.Path(directory)
+    config_path = folder / _CONFIG
+    config = read_json(config_path, dict)
+    _check_config(config, config_path)
+    scaling = _Scaling(config, config_path)
+    if scaling.largest > max_rank:
+        raise ModelLoadError(
+            f"{config_path}: LoRA rank {scaling.largest} is greater than max_lora_rank {max_rank}. "
+            "Start the server with a larger --max-lora-rank."
+        )
+    file = _open(folder)
+    return _pair(file, scaling, _module_names(file))
+
+
+def _check_config(config: Mapping[str, Any], path: pathlib.Path) -> None:
+    """Refuses what would compute something else than low-rank products of linear layers."""
+    kind = config.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise ModelLoadError(f"{path}: peft_type {shown(kind)} is not supported; adapters of type LORA are.")
+    missing = {name for name in ("r", "lora_alpha", "target_modules") if name not in config}
+    if missing:
+        raise ModelLoadError(f"{path}: Missing required configuration fields: {missing}")
+    reasons = [reason for name, reason in _REFUSED.items() if config.get(name)]
+    if (config.get("bias") or "none") != "none":
+        reasons.append("Adapter bias is not supported")
+    start = config.get("init_lora_weights", True)
+    if start is not None and start not in _PLAIN_STARTS:
+        reasons.append(
+            f"init_lora_weights={shown(start)} changed the model's weights before training; convert the adapter"
+        )
+    if reasons:
+        raise ModelLoadError(f"{path}: {'; '.join(reasons)}.")
+
+
+def _open(folder: pathlib.Path) -> WeightFile:
+    for name, kind in _FILES.items():
+        if (folder / name).exists():
+            return kind(folder / name)
+    raise ModelLoadError(f"{folder} doesn't contain tensors: there is no {' or '.join(_FILES)}")
+
+
+def _module_names(file: WeightFile) -> dict[tuple[str, str], str]:
+    """(module, "A" or "B") → name of the tensor."""
+    found: dict[tuple[str, str], str] = {}
+    for name in file.shapes:
+        match = _MATRIX.fullmatch(name.removeprefix(_PREFIX))
+        if match is not None:
+            found[match["module"], match["matrix"]] = name
+        elif not _BASE_COPY.fullmatch(name):
+            raise ModelLoadError(f"{file.path}: {name} is unsupported LoRA weight")
+    return found
+
+
+def _pair(file: WeightFile, scaling: _Scaling, names: Mapping[tuple[str, str], str]) -> dict[str, LoRAMatrices]:
+    tensors = {name: tensor.clone() for name, tensor in file.tensors(names.values())}
+    matrices = {}
+    for module in _in_order(module for module, _ in names):
+        absent = [matrix for matrix in "AB" if (module, matrix) not in names]
+        if absent:
+            raise ModelLoadError(f"{file.path}: {module} has no lora_{absent[0]}.weight")
+        a, b = (tensors[names[module, matrix]] for matrix in "AB")
+        rank, scale = scaling.of(module)
+        for name, tensor, dim in ((names[module, "A"], a, 0), (names[module, "B"], b, 1)):
+            if tensor.dim() != 2 or tensor.shape[dim] != rank:
+                raise ModelLoadError(
+                    f"{file.path}: {name} has shape {list(tensor.shape)}; by {_CONFIG} its rank is {rank}"
+                )
+        matrices[module] = LoRAMatrices(a, b.float() * scale)
+    return matrices
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))

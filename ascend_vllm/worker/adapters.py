@@ -1,0 +1,65 @@
+"""The adapters of a worker: read and packed by a thread beside the steps, and copied into the layers' slots."""
+
+from __future__ import annotations
+
+import concurrent.futures
+
+from ascend_vllm.config.lora import LoRAConfig
+from ascend_vllm.layers.base import Layer
+from ascend_vllm.layers.lora import LayerAdapter, ModelAdapters
+from ascend_vllm.model_files import one_line
+from ascend_vllm.models.lora_adapter import read_adapter
+
+_Packed = list[LayerAdapter | None]
+
+
+class WorkerAdapters:
+    """Loaded adapters by the core's numbers, and the slots of the model's layers.
+
+    Args:
+        model: built with `LoRAScheme`.
+        config: limits.
+    """
+
+    def __init__(self, model: Layer, config: LoRAConfig) -> None:
+        self._max_rank = config.max_rank
+        self._layers = ModelAdapters(model)
+        self._loaded: dict[int, concurrent.futures.Future[_Packed]] = {}
+        self._placed: dict[int, _Packed] = {}
+        # one at a time: steps need the cores
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "adapters")
+
+    def load(self, number: int, path: str) -> None:
+        """Begins to load an adapter."""
+        self._loaded[number] = self._thread.submit(self._read, path)
+
+    def state(self, number: int) -> str | None:
+        """ "" if an adapter is loaded, the reason if it cannot be, None as long as it is being loaded."""
+        future = self._loaded[number]
+        if not future.done():
+            return None
+        error = future.exception()
+        # of any kind: files of an adapter must not end the engine
+        return "" if error is None else one_line(error)
+
+    def drop(self, number: int) -> None:
+        """Forgets an adapter, loaded or not; slots keep what they have."""
+        self._loaded.pop(number).cancel()
+
+    def place(self, slot: int, number: int) -> None:
+        """Copies a loaded adapter into a slot that no row uses."""
+        self._placed[slot] = self._loaded[number].result()
+        self._layers.place(slot, self._placed[slot])
+
+    def use(self, model: Layer) -> None:
+        """Places all adapters in a model whose weights have been loaded again."""
+        self._layers = ModelAdapters(model)
+        for slot, adapter in self._placed.items():
+            self._layers.place(slot, adapter)
+
+    def shutdown(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _read(self, path: str) -> _Packed:
+        return self._layers.pack(read_adapter(path, self._max_rank), path)

@@ -1,0 +1,117 @@
+"""LoRA adapters over HTTP: names of --lora-modules, loading and unloading while requests run, many at once."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import pathlib
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.lora_adapters import Adapter, write_adapter
+from tests.server import OPENAI_SERVER, Server, client_of_many
+from tests.tiny_models import tiny_model
+
+NUM_ADAPTERS = 40
+BODY = {"prompt": [5, 6, 7, 8], "max_tokens": 10, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    model, directory = tiny_model("llama", dtype="float32"), tmp_path_factory.mktemp("adapters")
+    made = [Adapter(f"lora{index}", rank=(4, 8, 16)[index % 3]) for index in range(NUM_ADAPTERS)]
+    return {adapter.name: write_adapter(directory / adapter.name, model, adapter) for adapter in made}
+
+
+@pytest.fixture(scope="module")
+def server(adapters: dict[str, str]) -> Iterator[Server]:
+    modules = ["--lora-modules", *(f"{name}={path}" for name, path in list(adapters.items())[:2])]
+    flags = ["--enable-lora", "--max-loras", "8", "--max-cpu-loras", "16", "--max-lora-rank", "16", *modules]
+    model = tiny_model("llama", dtype="float32")
+    server = Server(
+        OPENAI_SERVER,
+        ["--model", model, "--served-model-name", "base", "--dtype", "float32", *flags],
+        env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
+    )
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx.Client]:
+    with client_of_many(server) as client:
+        yield client
+
+
+def text_of(http: httpx.Client, model: str) -> str:
+    response = http.post("/v1/completions", json=BODY | {"model": model})
+    assert response.status_code == 200, response.text
+    assert response.json()["model"] == "base"
+    answer: str = response.json()["choices"][0]["text"]
+    return answer
+
+
+def load(http: httpx.Client, name: object, path: object, **more: object) -> httpx.Response:
+    return http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path} | more)
+
+
+def unload(http: httpx.Client, name: object) -> httpx.Response:
+    return http.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+
+def test_adapters_are_listed_and_chosen_by_name(http: httpx.Client, adapters: dict[str, str]) -> None:
+    cards = {card["id"]: card for card in http.get("/v1/models").json()["data"]}
+    assert list(cards) == ["base", "lora0", "lora1"]
+    assert (cards["lora0"]["root"], cards["lora0"]["parent"]) == (adapters["lora0"], "base")
+    assert http.get("/v1/models/lora1").json()["id"] == "lora1"
+    assert len({text_of(http, name) for name in cards}) == 3
+    assert http.post("/v1/completions", json=BODY | {"model": "lora2"}).status_code == 404
+    chat = {"model": "lora0", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 5, "temperature": 0}
+    answers = [http.post("/v1/chat/completions", json=chat | {"model": name}).json() for name in ("base", "lora0")]
+    assert answers[0]["choices"][0]["message"]["content"] != answers[1]["choices"][0]["message"]["content"]
+
+
+def test_loading_and_unloading(http: httpx.Client, adapters: dict[str, str], tmp_path: pathlib.Path) -> None:
+    path = adapters["lora5"]
+    for response, status, words in (
+        (load(http, "five", None), 400, "Both 'lora_name' and 'lora_path' must be provided."),
+        (load(http, "base", path), 400, "The lora adapter 'base' conflicts with a served base model."),
+        (load(http, "lora0", path), 400, "The lora adapter 'lora0' has already been loaded."),
+        (load(http, "five", str(tmp_path)), 400, "adapter_config.json"),
+        (unload(http, "five"), 404, "The lora adapter 'five' cannot be found."),
+        (unload(http, None), 400, "'lora_name' needs to be provided to unload a LoRA adapter."),
+    ):
+        assert response.status_code == status, response.text
+        assert words in response.json()["message"]
+    response = load(http, "five", path)
+    assert (response.status_code, response.text) == (200, "Success: LoRA adapter 'five' added successfully.")
+    first = text_of(http, "five")
+    assert load(http, "five", adapters["lora6"], load_inplace=True).status_code == 200
+    second = text_of(http, "five")
+    assert first != second
+    assert unload(http, "five").text == "Success: LoRA adapter 'five' removed successfully."
+    assert http.post("/v1/completions", json=BODY | {"model": "five"}).status_code == 404
+    # what the model itself says has not changed
+    assert len({text_of(http, "base"), first, second}) == 3
+
+
+def test_clients_of_many_adapters_get_their_own_adapters_answers(
+    http: httpx.Client, adapters: dict[str, str]
+) -> None:
+    names = {f"own-{name}": path for name, path in adapters.items()}
+    for name, path in names.items():
+        assert load(http, name, path).status_code == 200
+    alone = {name: text_of(http, name) for name in names}
+    assert len(set(alone.values())) > NUM_ADAPTERS * 0.9
+    everybody = [name for name in names for _ in range(3)]
+    with concurrent.futures.ThreadPoolExecutor(64) as clients:
+        answers = [(name, clients.submit(text_of, http, name)) for name in everybody]
+        churn = [clients.submit(load, http, f"new{index}", adapters[f"lora{index}"]) for index in range(6)]
+        gone = [clients.submit(unload, http, name) for name in ("lora0", "lora1")]
+        for name, answer in answers:
+            assert answer.result() == alone[name]
+        assert all(task.result().status_code == 200 for task in (*churn, *gone))
