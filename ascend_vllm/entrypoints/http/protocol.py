@@ -211,7 +211,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             await self._start_limiter.enter()
         if not cycle.disconnected:
             scope[DIRECT_SEND] = send
-            await self._answer(scope, receive, send)
+            try:
+                await self._answer(scope, receive, send)
+            finally:
+                # `send` is a method of what has the scope: without the cycle both are freed now
+                scope.pop(DIRECT_SEND, None)
 
     def on_response_complete(self) -> None:
         """Parse the buffered pipelined data."""
