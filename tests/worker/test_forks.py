@@ -101,7 +101,8 @@ def test_every_column_of_the_sampling_parameters_is_forked() -> None:
     """The test's list is the class's: a column of slots that is added must be copied too."""
     sampling = make_batch([1] * NUM_SLOTS).sampling
     found = {name for name, value in vars(sampling).items() if isinstance(value, np.ndarray)}
-    assert found == {*COLUMNS, "allowed_ids"}
+    # `entered` tells a forked row from the one before it in its slot
+    assert found == {*COLUMNS, "allowed_ids", "entered"}
 
 
 @settings(max_examples=100, deadline=None)

@@ -100,12 +100,13 @@ def _round_trip(x: torch.Tensor) -> torch.Tensor:
 
 def _rounding_forward(
     self: DecoderLayer, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A decoder layer whose norms' results are rounded to 8 bits."""
     norm = self.input_layernorm
     normed = norm.forward(residual) if x is None else norm.forward_add(x, residual)
     x = self.self_attn.forward(_round_trip(normed), context)
-    return self.mlp.forward(_round_trip(self.post_attention_layernorm.forward_add(x, residual)))
+    residual = context.of_outputs(residual)
+    return self.mlp.forward(_round_trip(self.post_attention_layernorm.forward_add(x, residual))), residual
 
 
 @pytest.fixture
