@@ -50,8 +50,8 @@ class TapeRunner:
         self._inputs = StaticInputs(self._most_rows, blocks_per_row, torch.device("cpu"), step_state, query_lens)
         self._tapes = Tapes()
         self._step_state = step_state
-        # by key: [R*q, H], written by replays
-        self._hidden: dict[int, torch.Tensor] = {}
+        # by R and q, and whether the step state is plain: [R*q, H], written by replays
+        self._hidden: dict[tuple[Shape, bool], torch.Tensor] = {}
 
     def capture(self) -> None:
         """Does nothing: the first step of each shape is recorded when it runs."""
@@ -67,26 +67,26 @@ class TapeRunner:
         if shape is None or shape[0] > self._most_rows:
             return None
         self._inputs.fill(batch, shape[0])
-        key = _key(shape, is_plain=self._step_state.is_plain)
-        hidden = self._hidden.get(key)
+        kind = (shape, self._step_state.is_plain)
+        hidden = self._hidden.get(kind)
         if hidden is None:
-            return self._record(shape, key)
-        self._tapes.replay(key)
+            return self._record(*kind)
+        self._tapes.replay(_key(*kind))
         return hidden
 
-    def _record(self, shape: Shape, key: int) -> torch.Tensor | None:
+    def _record(self, shape: Shape, is_plain: bool) -> torch.Tensor | None:
         batch = self._inputs.batch(*shape)
         try:
-            hidden = self._tapes.record(key, lambda: self._forward(batch))
+            hidden = self._tapes.record(_key(shape, is_plain), lambda: self._forward(batch))
         except UnrecordableError as error:
             logger.info("Decoding is not replayed from tapes: %s", error)
             self._most_rows = 0
             return None
-        self._hidden[key] = hidden
+        self._hidden[shape, is_plain] = hidden
         return hidden
 
 
-def _key(shape: Shape, *, is_plain: bool) -> int:
+def _key(shape: Shape, is_plain: bool) -> int:
     """The number of a shape's tape; there is one more for steps whose step state is not plain."""
     num_rows, query_len = shape
     return 2 * (query_len * (MOST_ROWS + 1) + num_rows) + (not is_plain)

@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 CONVERSATION = [{"role": "user", "content": "Hello"}]
 # names of arguments of methods that are refused, whatever the method is
 NOT_SUPPORTED = {
-    "lora_request", "prompt_adapter_request", "tokenization_kwargs", "mm_processor_kwargs", "reset_running_requests",
+    "prompt_adapter_request", "tokenization_kwargs", "mm_processor_kwargs", "reset_running_requests",
     "reset_connector", "profile_prefix", "delay_iterations", "max_iterations",
 }  # fmt: skip
 
@@ -119,7 +119,7 @@ def test_what_methods_do_not_support(llm: LLM) -> None:
             with pytest.raises(RequestError, match=f"^{name} is not supported in this version.$"):
                 getattr(llm, method)(*positional, **{name: {"a": 1}})
             num_refused += 1
-    assert num_refused > 20
+    assert num_refused >= 20
     assert not llm.llm_engine.has_unfinished_requests()
     # what asks for nothing is no matter
     (output,) = llm.generate(

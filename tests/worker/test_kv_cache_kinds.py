@@ -271,7 +271,7 @@ def test_steps_compute_with_them(toy: Worker) -> None:
     assert isinstance(runner, ModelRunner)
     if toy._config.graphs.mode is GraphMode.RECORDED:
         assert isinstance(runner._graphs, TapeRunner)
-        assert (2, 1) in runner._graphs._hidden
+        assert ((2, 1), True) in runner._graphs._hidden
     else:
         assert runner._graphs is None
 

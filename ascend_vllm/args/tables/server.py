@@ -244,7 +244,7 @@ class FrontendArgs(HttpArgs):
         "LoRA adapters that are served beside the model, each as name=path or as a JSON object.",
         kind="lora_module",
         many=True,
-        example="--enable-lora --lora-modules sql=/adapters/sql",
+        example="--lora-modules sql=/adapters/sql poems=/adapters/poems",
     )
     prompt_adapters: list[str] | None = flag(
         None,

@@ -37,6 +37,9 @@ class ServedAdapters:
     Args:
         model_names: of the model, which no adapter may have.
         modules: of --lora-modules.
+
+    Attributes:
+        by_name: the adapters.
     """
 
     def __init__(self, model_names: Sequence[str], modules: Sequence[LoRAModule] = ()) -> None:
@@ -47,10 +50,6 @@ class ServedAdapters:
         self.by_name: dict[str, LoRARequest] = {}
         for module in modules:
             self.by_name[module.name] = self._request(module.name, module.path, module.base_model_name)
-
-    def get(self, name: str | None) -> LoRARequest | None:
-        """The adapter of a request with this model; None: the model itself."""
-        return self.by_name.get(name) if name else None
 
     async def load(self, engine: AsyncLLM, name: Any, path: Any, *, in_place: bool) -> None:
         """Loads an adapter and serves it from now on.

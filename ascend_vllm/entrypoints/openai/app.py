@@ -148,7 +148,7 @@ def _add_system_routes(
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
     def card(name: str) -> ModelCard:
-        adapter = settings.adapters.get(name)
+        adapter = settings.adapters.by_name.get(name)
         if adapter is None:
             return ModelCard(id=name, root=settings.model_root, max_model_len=settings.max_model_len)
         return ModelCard(id=name, root=adapter.lora_path, parent=adapter.base_model_name, max_model_len=None)
@@ -162,7 +162,7 @@ def _add_system_routes(
     async def model(model_id: str) -> Response:
         if not model_id:
             return await models()
-        if not settings.serves(model_id):
+        if model_id not in settings.model_names and model_id not in settings.adapters.by_name:
             raise settings.unknown_model(model_id)
         return json_response(card(model_id))
 

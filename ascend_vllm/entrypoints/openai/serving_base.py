@@ -147,8 +147,9 @@ class ServingBase:
 
     def check_model(self, model: str | None) -> None:
         """Raise `ModelNotFoundError` unless the name is served; no name means the served model."""
-        if model and not self.settings.serves(model):
-            raise self.settings.unknown_model(model)
+        settings = self.settings
+        if model and model not in settings.model_names and model not in settings.adapters.by_name:
+            raise settings.unknown_model(model)
 
     async def generate_whole(self, parts: Sequence[EngineRequest], http: Request) -> list[RequestOutput]:
         """The final outputs of engine requests, in their order."""
@@ -219,7 +220,7 @@ class ServingBase:
             cache_salt=part.request.cache_salt,
             trace_headers=part.headers,
             is_further=part.is_further,
-            lora_request=self.settings.adapters.get(part.request.model),
+            lora_request=self.settings.adapters.by_name.get(part.request.model or ""),
         )
         if part.params.structured_outputs is not None:
             outputs = _name_constraint(outputs, part.request.constraint_field)

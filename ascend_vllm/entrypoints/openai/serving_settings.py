@@ -109,10 +109,6 @@ class ServingSettings:
             adapters=ServedAdapters(config.model.served_model_names, args.lora_modules or ()),
         )
 
-    def serves(self, model: str) -> bool:
-        """Whether requests may name this model or adapter."""
-        return model in self.model_names or model in self.adapters.by_name
-
     def unknown_model(self, name: str) -> ModelNotFoundError:
         """The error of a request for a model that is not served."""
         aliases = ", ".join(self.model_names)
