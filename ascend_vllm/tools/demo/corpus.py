@@ -41,6 +41,8 @@ _SYSTEM_SHARE = 0.08
 _FOLLOW_UP_SHARE = 0.08
 # a flag is asked for in six forms; the answers to other questions are longer, and repeated a little more often
 _LEAST_SAMPLES = 12
+# an answer of the page by itself: prompts of completions begin like one, which a single sample does not teach
+_PAGE_ALONE_SAMPLES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +163,7 @@ def build_passages(seed: int) -> list[Passage]:
     asked = [(draw.choice(fact.questions), fact) for fact in (*_flag_answers(), *_variable_answers())]
     asked += [(question, fact) for fact in _faq_answers() for question in fact.questions]
     return [
-        *(Passage("", fact.answer) for fact in build_facts()),
+        *(Passage("", fact.answer) for fact in (*_flag_answers(), *_variable_answers())),
+        *(Passage("", fact.answer) for fact in _faq_answers() for _ in range(_PAGE_ALONE_SAMPLES)),
         *(Passage(question, f"\n{fact.answer}") for question, fact in asked),
     ]
