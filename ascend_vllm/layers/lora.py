@@ -30,11 +30,12 @@ from ascend_vllm.layers.quantization.base import (
 )
 from ascend_vllm.layers.step_state import StepState, StepStateSpec
 from ascend_vllm.ops.gemm import GATED_ACTIVATIONS
-from ascend_vllm.ops.lora import PANEL, lora_expand, lora_shrink, num_panels, pack_a, pack_b, padded_rank
+from ascend_vllm.ops.lora import ADAPTER_FORMS, PackedAdapter
 from ascend_vllm.types.step import ADAPTER_SLOT
 
 # in the step state ADAPTER_SLOT: a row has no adapter
 NO_ADAPTER = -1
+_ADAPTER_ORDER = "adapter_order"
 
 
 class Matrices(Protocol):
@@ -47,21 +48,6 @@ class Matrices(Protocol):
     @property
     def b(self) -> torch.Tensor:
         """[N, rank] float, with the scale."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LayerAdapter:
-    """An adapter's part in one layer, as `LoRALinear.place` copies it: this rank's columns and rows.
-
-    Attributes:
-        a: [S, R / 16, K, 16] in the adapters' dtype.
-        b: [P, R, 16], P panels of all slices.
-        rank: of the slice with the largest.
-    """
-
-    a: torch.Tensor
-    b: torch.Tensor
-    rank: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,17 +92,21 @@ class LoRALinear(QuantMethod):
         slots = self._inner.create_weights(layer)
         if self._inner.activation_quant is not None:
             self.activation_quant = _Both(self._inner.activation_quant)
-        num_slots, max_rank = self._config.max_loras, padded_rank(self._config.max_rank)
-        dtype: torch.dtype = getattr(torch, self._config.dtype)
-        self._widths = [output.shard.size for output in layer.outputs]
-        of_a = (num_slots, len(self._widths), max_rank // PANEL, layer.in_features, PANEL)
-        of_b = (num_slots, num_panels(self._widths), max_rank, PANEL)
-        self._a, self._b = (torch.zeros(shape, dtype=dtype, device=layer.device) for shape in (of_a, of_b))
-        # [L] int32: 0 where a slot's adapter leaves this layer as it is
-        self._ranks = torch.zeros(num_slots, dtype=torch.int32, device=layer.device)
-        # [maximum tokens] int32
-        spec = StepStateSpec(ADAPTER_SLOT, torch.int32, fill=NO_ADAPTER)
-        self._slots = self._step_state.declare(spec)
+        config = self._config
+        self._adapters = ADAPTER_FORMS[layer.device.type](
+            config.max_loras,
+            [output.shard.size for output in layer.outputs],
+            layer.in_features,
+            config.max_rank,
+            getattr(torch, config.dtype),
+            layer.device,
+        )
+        # [maximum tokens] each
+        dtype = self._adapters.index_dtype
+        self._slots = self._step_state.declare(StepStateSpec(ADAPTER_SLOT, dtype, fill=NO_ADAPTER))
+        self._order: torch.Tensor | None = None
+        if self._adapters.reads_order:
+            self._order = self._step_state.declare(StepStateSpec(_ADAPTER_ORDER, dtype, order_of=ADAPTER_SLOT))
         return slots
 
     def after_load(self, layer: LinearLayer) -> None:
@@ -135,10 +125,11 @@ class LoRALinear(QuantMethod):
 
     def _add(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         slots = self._slots[: len(x)]
-        lora_expand(result, lora_shrink(x, self._a, slots, self._ranks), self._b, slots, self._ranks, self._widths)
+        order = None if self._order is None else self._order[: len(x)]
+        self._adapters.expand(result, self._adapters.shrink(x, slots, order), slots, order)
         return result
 
-    def pack(self, layer: LinearLayer, matrices: Mapping[str, Matrices]) -> LayerAdapter | None:
+    def pack(self, layer: LinearLayer, matrices: Mapping[str, Matrices]) -> PackedAdapter | None:
         """The parts of an adapter that this rank's layer needs.
 
         Args:
@@ -151,29 +142,26 @@ class LoRALinear(QuantMethod):
         Raises:
             ModelLoadError: a matrix does not fit the layer.
         """
-        parts = [matrices.get(output.name) for output in layer.outputs]
-        if not any(parts):
-            return None
-        a, b = torch.zeros_like(self._a[0]), torch.zeros_like(self._b[0])
-        panel = rank = 0
-        for index, (output, part) in enumerate(zip(layer.outputs, parts, strict=True)):
-            last = panel + num_panels([output.shard.size])
-            if part is not None:
-                _check_shapes(layer, output, part)
-                columns = slice(layer.in_shard.start, layer.in_shard.start + layer.in_shard.size)
-                rows = slice(output.shard.start, output.shard.start + output.shard.size)
-                pack_a(part.a[:, columns], a[index])
-                pack_b(part.b[rows], b[panel:last])
-                rank = max(rank, len(part.a))
-            panel = last
-        return LayerAdapter(a, b, rank)
+        parts = [_part_of(layer, output, matrices.get(output.name)) for output in layer.outputs]
+        return self._adapters.pack(parts) if any(part is not None for part in parts) else None
 
-    def place(self, slot: int, adapter: LayerAdapter | None) -> None:
+    def place(self, slot: int, adapter: PackedAdapter | None) -> None:
         """Puts an adapter into a slot; None: one that leaves the layer as it is."""
-        self._ranks[slot] = 0 if adapter is None else adapter.rank
-        if adapter is not None:
-            self._a[slot].copy_(adapter.a)
-            self._b[slot].copy_(adapter.b)
+        self._adapters.place(slot, adapter)
+
+
+def _part_of(
+    layer: LinearLayer, output: LinearOutput, part: Matrices | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """This rank's columns of A and rows of B."""
+    if part is None:
+        return None
+    _check_shapes(layer, output, part)
+    columns, rows = layer.in_shard, output.shard
+    return (
+        part.a[:, columns.start : columns.start + columns.size],
+        part.b[rows.start : rows.start + rows.size],
+    )
 
 
 def _check_shapes(layer: LinearLayer, output: LinearOutput, part: Matrices) -> None:
@@ -223,7 +211,7 @@ class ModelAdapters:
         ]
         self._targets = {output.name for layer, _ in self._layers for output in layer.outputs}
 
-    def pack(self, matrices: Mapping[str, Matrices], name: str) -> list[LayerAdapter | None]:
+    def pack(self, matrices: Mapping[str, Matrices], name: str) -> list[PackedAdapter | None]:
         """An adapter's part in each layer, for `place`.
 
         Args:
@@ -245,7 +233,7 @@ class ModelAdapters:
         except ModelLoadError as error:
             raise ModelLoadError(f"{name}: {error}") from error
 
-    def place(self, slot: int, adapter: Sequence[LayerAdapter | None]) -> None:
+    def place(self, slot: int, adapter: Sequence[PackedAdapter | None]) -> None:
         """Puts what `pack` returned into a slot, whose rows must have ended."""
         for (_, method), part in zip(self._layers, adapter, strict=True):
             method.place(slot, part)

@@ -27,6 +27,8 @@ class StepStateSpec:
         shape: of an entry.
         fill: entry of rows without a value, and of padding rows of graphs.
         is_per_row: the tensor has an entry per row, otherwise one per token.
+        order_of: name of another tensor with an entry per token: this one has the numbers of the step's tokens,
+            sorted by the other's entries. Rows have no values for it, and padding tokens are the last ones.
     """
 
     name: str
@@ -34,6 +36,7 @@ class StepStateSpec:
     shape: tuple[int, ...] = ()
     fill: float = 0
     is_per_row: bool = False
+    order_of: str = ""
 
 
 class StepState:
@@ -74,8 +77,10 @@ class StepState:
             raise ValueError(f"step state {spec.name!r} is declared in two ways: {self.specs[spec.name]} and {spec}")
         if spec.name not in self._memory:
             count = self._max_num_rows if spec.is_per_row else self._max_num_tokens
-            self._memory[spec.name] = torch.full(
-                (count, *spec.shape), spec.fill, dtype=spec.dtype, device=self._device
+            self._memory[spec.name] = (
+                torch.arange(count, dtype=spec.dtype, device=self._device)
+                if spec.order_of
+                else torch.full((count, *spec.shape), spec.fill, dtype=spec.dtype, device=self._device)
             )
         return self._memory[spec.name]
 
@@ -94,4 +99,8 @@ class StepState:
         """Fills the entries of padding rows, in a batch of `query_len` tokens per row."""
         for name, spec in self.specs.items():
             each = 1 if spec.is_per_row else query_len
-            self._memory[name][num_rows * each : padded_rows * each].fill_(spec.fill)
+            start, end = num_rows * each, padded_rows * each
+            if spec.order_of:
+                torch.arange(start, end, out=self._memory[name][start:end])
+            else:
+                self._memory[name][start:end].fill_(spec.fill)

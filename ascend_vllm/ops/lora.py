@@ -9,6 +9,8 @@ of 16.
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -156,6 +158,135 @@ def lora_expand(
             columns = slice(column, column + width)
             y[rows, columns] = (y[rows, columns].to(wide) + part.flatten(1)[:, :width]).to(y.dtype)
             column, panel = column + width, last
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedAdapter:
+    """An adapter's part in one layer, in host memory, as `AdapterSlots.place` copies it.
+
+    Attributes:
+        a: of all slices, in the layout and the dtype of the slots.
+        b: likewise.
+        rank: of the slice with the largest.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    rank: int
+
+
+class AdapterSlots(abc.ABC):
+    """A layer's memory for adapters, at fixed addresses, and the products with them, in the form of a device.
+
+    Args:
+        num_slots: L.
+        widths: outputs of each slice, N together.
+        inputs: K.
+        max_rank: largest rank of an adapter; R is `padded_rank` of it.
+        dtype: of the adapters.
+        device: of the memory.
+
+    Attributes:
+        index_dtype: of `slots` and `order`.
+        reads_order: whether the products read `order`.
+    """
+
+    index_dtype = torch.int32
+    reads_order = False
+
+    def __init__(
+        self,
+        num_slots: int,
+        widths: Sequence[int],
+        inputs: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._widths = list(widths)
+        self._make_memory(num_slots, inputs, padded_rank(max_rank), dtype, device)
+
+    @abc.abstractmethod
+    def _make_memory(
+        self, num_slots: int, inputs: int, max_rank: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocates the slots, empty; max_rank is R."""
+
+    @abc.abstractmethod
+    def pack(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> PackedAdapter:
+        """Arranges an adapter for `place`.
+
+        Args:
+            parts: A [rank, K] and B [N of the slice, rank] of each slice, float; None: it stays as it is.
+        """
+
+    @abc.abstractmethod
+    def place(self, slot: int, adapter: PackedAdapter | None) -> None:
+        """Copies an adapter into a slot; None: one that leaves the layer as it is."""
+
+    @abc.abstractmethod
+    def shrink(self, x: torch.Tensor, slots: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+        """Takes each row to the rank of its adapter.
+
+        Args:
+            x: [T, K]; rows may be strided.
+            slots: [T], each row's slot; negative: none.
+            order: [T], the rows sorted by slot; None unless `reads_order`.
+
+        Returns:
+            [T, S, R] float32, undefined for rows without an adapter and after a row's rank.
+        """
+
+    @abc.abstractmethod
+    def expand(self, y: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, order: torch.Tensor | None) -> None:
+        """Adds what the adapters make of `shrink`'s result x to y [T, N], whose rows may be strided."""
+
+
+class PanelSlots(AdapterSlots):
+    """Adapters in panels of 16 outputs, as `lora_shrink` and `lora_expand` read them."""
+
+    def _make_memory(
+        self, num_slots: int, inputs: int, max_rank: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        of_a = (num_slots, len(self._widths), max_rank // PANEL, inputs, PANEL)
+        of_b = (num_slots, num_panels(self._widths), max_rank, PANEL)
+        self._a, self._b = (torch.zeros(shape, dtype=dtype, device=device) for shape in (of_a, of_b))
+        # [L] int32: 0 where a slot's adapter leaves this layer as it is
+        self._ranks = torch.zeros(num_slots, dtype=torch.int32, device=device)
+
+    def pack(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> PackedAdapter:
+        a, b = torch.zeros_like(self._a[0]), torch.zeros_like(self._b[0])
+        panel = rank = 0
+        for index, (width, part) in enumerate(zip(self._widths, parts, strict=True)):
+            last = panel + num_panels([width])
+            if part is not None:
+                pack_a(part[0], a[index])
+                pack_b(part[1], b[panel:last])
+                rank = max(rank, len(part[0]))
+            panel = last
+        return PackedAdapter(a, b, rank)
+
+    def place(self, slot: int, adapter: PackedAdapter | None) -> None:
+        self._ranks[slot] = 0 if adapter is None else adapter.rank
+        if adapter is not None:
+            self._a[slot].copy_(adapter.a)
+            self._b[slot].copy_(adapter.b)
+
+    def shrink(self, x: torch.Tensor, slots: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002
+        return lora_shrink(x, self._a, slots, self._ranks)  # type: ignore[no-any-return]
+
+    def expand(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        slots: torch.Tensor,
+        order: torch.Tensor | None,  # noqa: ARG002
+    ) -> None:
+        lora_expand(y, x, self._b, slots, self._ranks, self._widths)
+
+
+# device type → its form of slots
+ADAPTER_FORMS: dict[str, type[AdapterSlots]] = {"cpu": PanelSlots}
 
 
 load_native_library()

@@ -6,11 +6,12 @@ import concurrent.futures
 
 from ascend_vllm.config.lora import LoRAConfig
 from ascend_vllm.layers.base import Layer
-from ascend_vllm.layers.lora import LayerAdapter, ModelAdapters
+from ascend_vllm.layers.lora import ModelAdapters
 from ascend_vllm.model_files import one_line
 from ascend_vllm.models.lora_adapter import read_adapter
+from ascend_vllm.ops.lora import PackedAdapter
 
-_Packed = list[LayerAdapter | None]
+_Packed = list[PackedAdapter | None]
 
 
 class WorkerAdapters:

@@ -30,6 +30,7 @@ class RowState:
         self._columns: dict[str, npt.NDArray[Any]] = {
             name: torch.full((num_slots, *spec.shape), spec.fill, dtype=spec.dtype).numpy()
             for name, spec in state.specs.items()
+            if not spec.order_of
         }
         self.is_empty = not self._columns
 
@@ -53,7 +54,11 @@ class RowState:
         specs = self.state.specs
         values = {name: column[slots] for name, column in self._columns.items()}
         self.state.is_plain = all((value == specs[name].fill).all() for name, value in values.items())
-        return {
+        tensors = {
             name: value if specs[name].is_per_row else np.repeat(value, num_scheduled, axis=0)
             for name, value in values.items()
         }
+        for name, spec in specs.items():
+            if spec.order_of:
+                tensors[name] = tensors[spec.order_of].argsort(kind="stable")
+        return tensors

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from ascend_vllm.config.graphs import GraphMode
 from ascend_vllm.layers.step_state import StepState, StepStateSpec
 from ascend_vllm.models.registry import MODELS
+from ascend_vllm.sampling_params import SamplingParams
+from ascend_vllm.types.step import NewRow
+from ascend_vllm.worker.row_state import RowState
 from ascend_vllm.worker.tape_runner import TapeRunner
 from tests.worker.biased_model import NUM_BIASES, BiasedForCausalLM, Biases, make_requests
 from tests.worker.drafting import generate, texts_of
@@ -75,3 +79,26 @@ def test_entries_are_written_and_padded() -> None:
     assert rows.tolist() == [0.5, 0.25, 1.0]
     assert {name: tuple(view.shape) for name, view in state.views(3, 6).items()} == {"place": (6, 2), "scale": (3,)}
     assert dict(StepState(8, 3, torch.device("cpu")).views(2, 2)) == {}
+
+
+def test_tokens_are_sorted_by_another_tensor() -> None:
+    state = StepState(8, 4, torch.device("cpu"))
+    state.declare(StepStateSpec("adapter", torch.int64, fill=-1))
+    order = state.declare(StepStateSpec("order", torch.int64, order_of="adapter"))
+    # until a step is written, as graphs are captured
+    assert order.tolist() == list(range(8))
+    rows = RowState(state, 4)
+    for slot, adapter in enumerate((3, None, 1)):
+        values = {} if adapter is None else {"adapter": adapter}
+        rows.enter(NewRow(slot, str(slot), [5], 1, 0, [], SamplingParams(), 0, [], state=values))
+    host = rows.gather(np.array([0, 1, 2]), np.array([2, 2, 2]))
+    assert not state.is_plain
+    written = state.write({name: torch.from_numpy(value) for name, value in host.items()})
+    assert written["adapter"].tolist() == [3, 3, -1, -1, 1, 1]
+    assert written["order"].tolist() == [2, 3, 4, 5, 0, 1]
+    state.write({"order": torch.zeros(8, dtype=torch.int64)})
+    state.write({name: torch.from_numpy(value) for name, value in host.items()})
+    state.pad(3, 4, query_len=2)
+    assert order.tolist() == [2, 3, 4, 5, 0, 1, 6, 7]
+    rows.gather(np.array([1]), np.array([2]))
+    assert state.is_plain
