@@ -173,9 +173,9 @@ class EngineArgs(EngineFlags):
     def _lora_config(self, arch: ArchConfig, dtype: str, facts: DeviceFacts) -> LoRAConfig | None:
         if not self.enable_lora:
             return None
-        if facts.name != "cpu":
+        if facts.name != "cpu" and self.lora_dtype not in ("auto", dtype):
             raise UnsupportedFlagError(
-                "--enable-lora", f"LoRA adapters are not available on --device {facts.name} yet"
+                f"--lora-dtype {self.lora_dtype}", f"NPUs multiply adapters in the model's {dtype}, use auto"
             )
         if arch.latent is not None:
             raise UnsupportedFlagError("--enable-lora", "latent attention has no LoRA adapters in this version")

@@ -84,6 +84,10 @@ def _reason_against(config: EngineConfig, *, asks: bool) -> str | None:
                 f"INFER_MODE=PTA with --pipeline-parallel-size {num_stages}: stages run without graphs in this "
                 "version; unset INFER_MODE or use one stage."
             )
+        if config.lora is not None:
+            raise ConfigError(
+                "INFER_MODE=PTA does not go with --enable-lora, whose operators are captured only: unset INFER_MODE."
+            )
         if flash:
             raise ConfigError(
                 f"INFER_MODE=PTA does not go with {flash}, whose operators cannot be replayed: unset one of them."

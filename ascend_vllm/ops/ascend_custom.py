@@ -27,9 +27,9 @@ LIBRARY = "libascend_vllm_npu.so"
 DIRECTORY = pathlib.Path(__file__).resolve().parent.parent / "_npu"
 
 # operators that this package calls
-OPERATORS = ("edit_and_sample", "norm_rope_store", "store_kv")
-# built and tested for adapters, which no layer applies yet
-WITHOUT_CALLER = ("lora_expand", "lora_shrink")
+OPERATORS = ("edit_and_sample", "lora_expand", "lora_shrink", "norm_rope_store", "store_kv")
+# of which one is used with the other only
+_PAIR = {"lora_expand", "lora_shrink"}
 
 _BUILD = (
     "build it with CANN: cmake -S csrc_ascend -B build/npu && cmake --build build/npu && cmake --install build/npu "
@@ -42,7 +42,7 @@ def enabled() -> frozenset[str]:
     """The operators that this process uses; loads the library if there are any. torch_npu must be imported.
 
     Raises:
-        ConfigError: ASCEND_VLLM_CUSTOM_OPS names an unknown operator, or one that nothing calls; see also
+        ConfigError: ASCEND_VLLM_CUSTOM_OPS names an unknown operator, or one half of LoRA alone; see also
             `load_library`.
     """
     names = envs.ascend_custom_ops()
@@ -50,8 +50,11 @@ def enabled() -> frozenset[str]:
         names = OPERATORS
     for name in names:
         if name not in OPERATORS:
-            why = "is called by nothing yet" if name in WITHOUT_CALLER else "is no custom operator"
-            raise ConfigError(f"ASCEND_VLLM_CUSTOM_OPS: {name!r} {why}; use all, or some of {', '.join(OPERATORS)}.")
+            raise ConfigError(
+                f"ASCEND_VLLM_CUSTOM_OPS: {name!r} is no custom operator; use all, or some of {', '.join(OPERATORS)}."
+            )
+    if len(_PAIR & set(names)) == 1:
+        raise ConfigError(f"ASCEND_VLLM_CUSTOM_OPS: {' and '.join(sorted(_PAIR))} go together.")
     if names:
         load_library()
     return frozenset(names)

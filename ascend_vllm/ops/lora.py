@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -285,8 +285,8 @@ class PanelSlots(AdapterSlots):
         lora_expand(y, x, self._b, slots, self._ranks, self._widths)
 
 
-# device type → its form of slots
-ADAPTER_FORMS: dict[str, type[AdapterSlots]] = {"cpu": PanelSlots}
+# device type → makes a layer's slots, with the arguments of `AdapterSlots`
+ADAPTER_FORMS: dict[str, Callable[..., AdapterSlots]] = {"cpu": PanelSlots}
 
 
 load_native_library()

@@ -194,6 +194,8 @@ class _CapturedGraph:
 class GraphRunner(PaddedGraphs):
     """Replays captured graphs for decoding steps.
 
+    Where layers have declared step state, there are two graphs of each shape: one for steps whose state is plain.
+
     Args:
         config: see `PaddedGraphs`, as the next three.
         block_size: tokens of a KV block.
@@ -218,7 +220,12 @@ class GraphRunner(PaddedGraphs):
         self._backend = backend
         self._forward = forward
         self._recorder = recorder
-        self._captured: dict[Shape, _CapturedGraph] = {}
+        self._step_state = step_state
+        # in descending order of their memory
+        is_plain = (False, True) if step_state.specs else (True,)
+        self._kinds = list(itertools.product(self._shapes, is_plain))
+        # by shape, and whether the step state is plain
+        self._captured: dict[tuple[Shape, bool], _CapturedGraph] = {}
 
     def capture(self, *, only_largest: bool = False) -> None:
         """Captures the graphs, the largest first, so that the others fit in its memory.
@@ -230,28 +237,29 @@ class GraphRunner(PaddedGraphs):
             ConfigError: a graph cannot be captured.
         """
         start = time.monotonic()
-        shapes = self._shapes[:1] if only_largest else self._shapes
-        for shape in tqdm.tqdm(shapes, desc="Capturing graphs", unit="graph", disable=only_largest):
+        kinds = self._kinds[:1] if only_largest else self._kinds
+        for shape, is_plain in tqdm.tqdm(kinds, desc="Capturing graphs", unit="graph", disable=only_largest):
+            self._step_state.is_plain = is_plain
             try:
-                self._captured[shape] = self._capture_graph(shape)
+                self._captured[shape, is_plain] = self._capture_graph(shape)
             except RuntimeError as error:
                 raise ConfigError(
                     f"The decoding graph of {shape[0]} sequences cannot be captured: {error}. Use fewer or smaller "
                     "capture sizes, a smaller --max-num-seqs or --gpu-memory-utilization, or --enforce-eager."
                 ) from error
         if not only_largest:
-            logger.info("Captured %d graphs in %.2f s", len(shapes), time.monotonic() - start)
+            logger.info("Captured %d graphs in %.2f s", len(kinds), time.monotonic() - start)
 
     def output_bytes(self) -> int:
         """Size of the outputs of all graphs but the largest, in bytes."""
-        row = self._captured[self._shapes[0]].hidden[0]
-        return sum(map(math.prod, self._shapes[1:])) * row.nbytes
+        row = self._captured[self._kinds[0]].hidden[0]
+        return sum(math.prod(shape) for shape, _ in self._kinds[1:]) * row.nbytes
 
     def _compute(self, shape: Shape, lengths: list[int]) -> torch.Tensor:
         arguments = self._backend.replay_arguments(lengths, shape[1])
         if arguments is None:
             raise RuntimeError(f"attention backend {self._backend.name} cannot be replayed")
-        captured = self._captured[shape]
+        captured = self._captured[shape, self._step_state.is_plain]
         captured.graph.replay(arguments)
         return captured.hidden
 

@@ -37,7 +37,7 @@ from ascend_vllm.ops.registry import OPS, ops_on_reference
 from ascend_vllm.platforms import get_platform
 from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
-from ascend_vllm.types.step import KVCacheSize, NewRow, SchedulerOutput, StepOutput
+from ascend_vllm.types.step import ADAPTER_SLOT, KVCacheSize, NewRow, SchedulerOutput, StepOutput
 from ascend_vllm.worker.adapters import WorkerAdapters
 from ascend_vllm.worker.kv_memory import GIB, KVMemory, first_line
 from ascend_vllm.worker.largest_step import make_largest_step, num_blocks_of
@@ -369,7 +369,12 @@ class Worker:
             ConfigError: the largest step does not fit in the memory of the device.
         """
         config = self._config
-        step = make_largest_step(config.scheduler, config.cache.block_size, pools=config.model.pooler is not None)
+        step = make_largest_step(
+            config.scheduler,
+            config.cache.block_size,
+            pools=config.model.pooler is not None,
+            state={} if config.lora is None else {ADAPTER_SLOT: 0},
+        )
         cache_bytes = self._kv_memory().cache_bytes(num_blocks_of(step))
         return max(0, self._platform.peak_bytes(lambda: self._run_largest_step(step)) - cache_bytes)
 
