@@ -1,4 +1,4 @@
-"""LoRA in linear layers: a layer's method is wrapped by one that adds what each row's adapter makes of the inputs.
+"""LoRA: a layer's method is wrapped by one that adds what each row's adapter makes of the inputs.
 
 Adapters lie in slots, memory at fixed addresses in every layer, so that tapes and graphs may read them. A row's slot
 is step state (`layers.step_state`). Steps in which no row has an adapter compute nothing else than the wrapped
@@ -10,12 +10,14 @@ Letters: T tokens, L slots, S slices of a layer, one for each of its matrices, K
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 
 from ascend_vllm.config.lora import LoRAConfig
+from ascend_vllm.distributed.parallel_context import Shard
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.linear import Linear
@@ -30,16 +32,20 @@ from ascend_vllm.layers.quantization.base import (
 )
 from ascend_vllm.layers.step_state import StepState, StepStateSpec
 from ascend_vllm.ops.gemm import GATED_ACTIVATIONS
-from ascend_vllm.ops.lora import ADAPTER_FORMS, PackedAdapter
+from ascend_vllm.ops.lora import ADAPTER_FORMS, TABLE_FORMS, AdapterSlots, PackedAdapter
 from ascend_vllm.types.step import ADAPTER_SLOT
 
 # in the step state ADAPTER_SLOT: a row has no adapter
 NO_ADAPTER = -1
 _ADAPTER_ORDER = "adapter_order"
+# adapters' name of the LM head
+_HEAD = "lm_head"
+
+Slots = TypeVar("Slots", bound=AdapterSlots)
 
 
 class Matrices(Protocol):
-    """What an adapter adds to one linear layer of the checkpoint, see `models.lora_adapter.LoRAMatrices`."""
+    """What an adapter adds to one matrix of the checkpoint, see `models.lora_adapter.LoRAMatrices`."""
 
     @property
     def a(self) -> torch.Tensor:
@@ -68,14 +74,69 @@ class _Both(ActivationQuant):
         return _Normed(x, self._inner.quantize(x))
 
 
-class LoRALinear(QuantMethod):
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterSite:
+    """A layer's slots, and which matrices of an adapter go into them.
+
+    Attributes:
+        slots: in the layer's memory.
+        outputs: rows of B of each slice, by the matrices' names in the checkpoint.
+        inputs: columns of A that this rank has.
+        total_inputs: all columns of A.
+        tensors: end of the matrices' names in adapters, with a place for "A" and "B".
+    """
+
+    slots: AdapterSlots
+    outputs: tuple[LinearOutput, ...]
+    inputs: Shard
+    total_inputs: int
+    tensors: str = "lora_{}.weight"
+
+    def pack(self, matrices: Mapping[str, Matrices]) -> PackedAdapter | None:
+        """The parts of an adapter that this rank needs, for `AdapterSlots.place`.
+
+        Args:
+            matrices: of the adapter, by names in the checkpoint.
+
+        Returns:
+            None if the adapter leaves the layer as it is.
+
+        Raises:
+            ModelLoadError: a matrix does not fit the layer.
+        """
+        parts = [self._part_of(output, matrices.get(output.name)) for output in self.outputs]
+        return self.slots.pack(parts) if any(part is not None for part in parts) else None
+
+    def _part_of(self, output: LinearOutput, part: Matrices | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """This rank's columns of A and rows of B."""
+        if part is None:
+            return None
+        shapes = (tuple(part.a.shape), tuple(part.b.shape))
+        wanted = ((len(part.a), self.total_inputs), (output.total, len(part.a)))
+        for name, shape, right in zip("AB", shapes, wanted, strict=True):
+            if shape != right:
+                tensor = f"{output.name}.{self.tensors.format(name)}"
+                raise ModelLoadError(f"{tensor} has shape {list(shape)}, the model needs {list(right)}")
+        return _range(part.a.T, self.inputs).T, _range(part.b, output.shard)
+
+
+def _range(rows: torch.Tensor, shard: Shard) -> torch.Tensor:
+    return rows[shard.start : shard.start + shard.size]
+
+
+class AdaptedMethod(QuantMethod):
     """A method with adapters.
 
     Args:
         inner: the method of the layer's own weight.
         config: limits of adapters.
         step_state: of the model.
+
+    Attributes:
+        sites: where parts of adapters go; set by `create_weights`.
     """
+
+    sites: list[AdapterSite]
 
     def __init__(self, inner: QuantMethod, config: LoRAConfig, step_state: StepState) -> None:
         self._inner = inner
@@ -87,30 +148,36 @@ class LoRALinear(QuantMethod):
         """See `QuantMethod`."""
         return self._inner.product_kinds
 
+    def after_load(self, layer: LinearLayer) -> None:
+        self._inner.after_load(layer)
+
+    def _make_slots(self, form: Callable[..., Slots], widths: list[int], inputs: int, device: torch.device) -> Slots:
+        """Empty slots in a form; also declares what their products read of a step."""
+        config = self._config
+        made = form(config.max_loras, widths, inputs, config.max_rank, getattr(torch, config.dtype), device)
+        # [maximum tokens] each
+        self._slots = self._step_state.declare(StepStateSpec(ADAPTER_SLOT, made.index_dtype, fill=NO_ADAPTER))
+        self._order: torch.Tensor | None = None
+        if made.reads_order:
+            spec = StepStateSpec(_ADAPTER_ORDER, made.index_dtype, order_of=ADAPTER_SLOT)
+            self._order = self._step_state.declare(spec)
+        return made
+
+
+class LoRALinear(AdaptedMethod):
+    """A product with adapters."""
+
     def create_weights(self, layer: LinearLayer) -> list[WeightSlot]:
         """The wrapped method's, and empty slots for adapters."""
         slots = self._inner.create_weights(layer)
         if self._inner.activation_quant is not None:
             self.activation_quant = _Both(self._inner.activation_quant)
-        config = self._config
-        self._adapters = ADAPTER_FORMS[layer.device.type](
-            config.max_loras,
-            [output.shard.size for output in layer.outputs],
-            layer.in_features,
-            config.max_rank,
-            getattr(torch, config.dtype),
-            layer.device,
-        )
-        # [maximum tokens] each
-        dtype = self._adapters.index_dtype
-        self._slots = self._step_state.declare(StepStateSpec(ADAPTER_SLOT, dtype, fill=NO_ADAPTER))
-        self._order: torch.Tensor | None = None
-        if self._adapters.reads_order:
-            self._order = self._step_state.declare(StepStateSpec(_ADAPTER_ORDER, dtype, order_of=ADAPTER_SLOT))
+        widths = [output.shard.size for output in layer.outputs]
+        form = ADAPTER_FORMS[layer.device.type]
+        self._adapters = self._make_slots(form, widths, layer.in_features, layer.device)
+        outputs = self._targets(layer)
+        self.sites = [AdapterSite(self._adapters, outputs, layer.in_shard, layer.total_in_features)]
         return slots
-
-    def after_load(self, layer: LinearLayer) -> None:
-        self._inner.after_load(layer)
 
     def apply(self, layer: LinearLayer, x: Activation) -> torch.Tensor:
         plain, own = (x.plain, x.quantized) if isinstance(x, _Normed) else (x, x)
@@ -123,59 +190,64 @@ class LoRALinear(QuantMethod):
             return self._inner.apply_gated(layer, own, activation)
         return GATED_ACTIVATIONS[activation](self._add(plain, self._inner.apply(layer, own)))
 
+    def _targets(self, layer: LinearLayer) -> tuple[LinearOutput, ...]:
+        """The layer's outputs, by the names that adapters have for them."""
+        return layer.outputs
+
+    def _rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Slots of the adapters of the inputs, and their order, see `AdapterSlots.shrink`."""
+        return self._slots[:count], None if self._order is None else self._order[:count]
+
     def _add(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        slots = self._slots[: len(x)]
-        order = None if self._order is None else self._order[: len(x)]
+        slots, order = self._rows(len(x))
         self._adapters.expand(result, self._adapters.shrink(x, slots, order), slots, order)
         return result
 
-    def pack(self, layer: LinearLayer, matrices: Mapping[str, Matrices]) -> PackedAdapter | None:
-        """The parts of an adapter that this rank's layer needs.
 
-        Args:
-            layer: that this method belongs to.
-            matrices: of the adapter, by names in the checkpoint.
+class LoRAHead(LoRALinear):
+    """An LM head with adapters, which call it `lm_head` even if its weight is that of the embedding."""
 
-        Returns:
-            None if the adapter leaves the layer as it is.
+    def _targets(self, layer: LinearLayer) -> tuple[LinearOutput, ...]:
+        return tuple(dataclasses.replace(output, name=_HEAD) for output in layer.outputs)
 
-        Raises:
-            ModelLoadError: a matrix does not fit the layer.
-        """
-        parts = [_part_of(layer, output, matrices.get(output.name)) for output in layer.outputs]
-        return self._adapters.pack(parts) if any(part is not None for part in parts) else None
-
-    def place(self, slot: int, adapter: PackedAdapter | None) -> None:
-        """Puts an adapter into a slot; None: one that leaves the layer as it is."""
-        self._adapters.place(slot, adapter)
+    def _rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        slots = self._slots[self._step_state.logits_tokens][:count]
+        return slots, None if self._order is None else slots.argsort(stable=True)
 
 
-def _part_of(
-    layer: LinearLayer, output: LinearOutput, part: Matrices | None
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """This rank's columns of A and rows of B."""
-    if part is None:
-        return None
-    _check_shapes(layer, output, part)
-    columns, rows = layer.in_shard, output.shard
-    return (
-        part.a[:, columns.start : columns.start + columns.size],
-        part.b[rows.start : rows.start + rows.size],
-    )
+class LoRAEmbedding(AdaptedMethod):
+    """An embedding with adapters: each token's vector is that of the model and what its row's adapter adds to it."""
 
+    def create_weights(self, layer: LinearLayer) -> list[WeightSlot]:
+        """The wrapped method's, and empty slots for adapters, for those of a tied head too."""
+        self._head: LoRAHead | None = None
+        self.sites = []
+        if layer.kind is LayerKind.TIED_EMBEDDING:
+            self._head = LoRAHead(self._inner, self._config, self._step_state)
+            weights = self._head.create_weights(layer)
+            self.sites += self._head.sites
+        else:
+            weights = self._inner.create_weights(layer)
+        form, (output,) = TABLE_FORMS[layer.device.type], layer.outputs
+        width = layer.total_in_features
+        self._table = self._make_slots(form, [width], output.shard.size, layer.device)
+        vectors = LinearOutput(output.name, width, Shard(0, width))
+        self.sites.append(AdapterSite(self._table, (vectors,), output.shard, output.total, "lora_embedding_{}"))
+        return weights
 
-def _check_shapes(layer: LinearLayer, output: LinearOutput, part: Matrices) -> None:
-    shapes = (tuple(part.a.shape), tuple(part.b.shape))
-    wanted = ((len(part.a), layer.total_in_features), (output.total, len(part.a)))
-    for name, shape, right in zip("AB", shapes, wanted, strict=True):
-        if shape != right:
-            raise ModelLoadError(
-                f"{output.name}.lora_{name}.weight has shape {list(shape)}, the model needs {list(right)}"
-            )
+    def apply(self, layer: LinearLayer, x: Activation) -> torch.Tensor:
+        return (self._head or self._inner).apply(layer, x)
+
+    def look_up(self, layer: LinearLayer, indices: torch.Tensor) -> torch.Tensor:
+        vectors = self._inner.look_up(layer, indices)
+        if not self._step_state.is_plain:
+            slots = self._slots[: len(indices)]
+            self._table.expand(vectors, self._table.look_up(indices, slots), slots, None)
+        return vectors
 
 
 class LoRAScheme(QuantScheme):
-    """Wraps the methods of linear layers. Embeddings, heads, routers and experts stay as they are.
+    """Wraps the methods of linear layers, embeddings and heads. Routers and experts stay as they are.
 
     Args:
         inner: scheme of the checkpoint.
@@ -191,9 +263,20 @@ class LoRAScheme(QuantScheme):
 
     def method_for(self, layer: LinearLayer) -> QuantMethod:
         method = self._inner.method_for(layer)
-        if layer.kind is not LayerKind.LINEAR or not isinstance(layer, Linear):
+        wrapper = _WRAPPERS.get(layer.kind)
+        if wrapper is LoRAEmbedding and layer.device.type not in TABLE_FORMS:
+            wrapper = LoRAHead if layer.kind is LayerKind.TIED_EMBEDDING else None
+        if wrapper is None or not isinstance(layer, Linear):
             return method
-        return LoRALinear(method, self._config, self._step_state)
+        return wrapper(method, self._config, self._step_state)
+
+
+_WRAPPERS: dict[LayerKind, type[AdaptedMethod]] = {
+    LayerKind.LINEAR: LoRALinear,
+    LayerKind.LM_HEAD: LoRAHead,
+    LayerKind.EMBEDDING: LoRAEmbedding,
+    LayerKind.TIED_EMBEDDING: LoRAEmbedding,
+}
 
 
 class ModelAdapters:
@@ -201,15 +284,18 @@ class ModelAdapters:
 
     Args:
         model: built with `LoRAScheme`.
+        elsewhere: tensors of the checkpoint that other workers have, as regular expressions over whole names.
     """
 
-    def __init__(self, model: Layer) -> None:
-        self._layers = [
-            (layer, layer.method)
+    def __init__(self, model: Layer, elsewhere: Sequence[str] = ()) -> None:
+        self._elsewhere = [re.compile(pattern) for pattern in elsewhere]
+        self._sites = [
+            site
             for layer in model.layers()
-            if isinstance(layer, Linear) and isinstance(layer.method, LoRALinear)
+            if isinstance(layer, Linear) and isinstance(layer.method, AdaptedMethod)
+            for site in layer.method.sites
         ]
-        self._targets = {output.name for layer, _ in self._layers for output in layer.outputs}
+        self._targets = {output.name for site in self._sites for output in site.outputs}
 
     def pack(self, matrices: Mapping[str, Matrices], name: str) -> list[PackedAdapter | None]:
         """An adapter's part in each layer, for `place`.
@@ -221,7 +307,7 @@ class ModelAdapters:
         Raises:
             ModelLoadError: it has matrices for layers that the model does not have, or of wrong shapes.
         """
-        unknown = sorted(set(matrices) - self._targets)
+        unknown = sorted(target for target in set(matrices) - self._targets if not self._is_elsewhere(target))
         if unknown:
             kinds = sorted({target.rpartition(".")[2] for target in self._targets})
             raise ModelLoadError(
@@ -229,11 +315,14 @@ class ModelAdapters:
                 "Please verify that the loaded LoRA module is correct"
             )
         try:
-            return [method.pack(layer, matrices) for layer, method in self._layers]
+            return [site.pack(matrices) for site in self._sites]
         except ModelLoadError as error:
             raise ModelLoadError(f"{name}: {error}") from error
 
     def place(self, slot: int, adapter: Sequence[PackedAdapter | None]) -> None:
-        """Puts what `pack` returned into a slot, whose rows must have ended."""
-        for (_, method), part in zip(self._layers, adapter, strict=True):
-            method.place(slot, part)
+        """Puts what `pack` returned into a slot, whose rows must have ended; None: a layer stays as it is."""
+        for site, part in zip(self._sites, adapter, strict=True):
+            site.slots.place(slot, part)
+
+    def _is_elsewhere(self, target: str) -> bool:
+        return any(pattern.fullmatch(f"{target}.weight") for pattern in self._elsewhere)

@@ -50,6 +50,7 @@ class StepState:
     Attributes:
         specs: the declared tensors, by name.
         is_plain: all entries of the current step are what their specs fill in, so that layers may compute less.
+        logits_tokens: numbers of the step's tokens whose logits are computed next, for the LM head.
 
     Example:
         >>> state = StepState(8, 4, torch.device("cpu"))
@@ -65,6 +66,7 @@ class StepState:
         self._device = device
         self.specs: dict[str, StepStateSpec] = {}
         self.is_plain = True
+        self.logits_tokens: torch.Tensor | slice = slice(None)
         self._memory: dict[str, torch.Tensor] = {}
 
     def declare(self, spec: StepStateSpec) -> torch.Tensor:

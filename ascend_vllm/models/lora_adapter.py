@@ -2,7 +2,7 @@
 
 An adapter has two matrices for each linear layer that it changes: A takes the layer's inputs to a few numbers, the
 rank, and B takes these to the layer's outputs (Hu et al. 2021). The scale, `lora_alpha` by the rank or by its root,
-is multiplied into B here.
+is multiplied into B here. For an embedding the columns of A are the tokens.
 
 Letters: R rank, K inputs, N outputs.
 """
@@ -27,9 +27,11 @@ T = TypeVar("T")
 _CONFIG = "adapter_config.json"
 _FILES: dict[str, type[WeightFile]] = {"adapter_model.safetensors": SafetensorsFile, "adapter_model.bin": TorchFile}
 _PREFIX = "base_model.model."
-_MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
+_MATRIX = re.compile(r"(?P<module>.+)\.(lora_(?P<matrix>[AB])\.weight|lora_embedding_(?P<table>[AB]))")
 # copies of the model's own weights, which PEFT stores beside matrices of embeddings and heads
 _BASE_COPY = re.compile(r".+\.base_layer\.weight")
+# vectors of tokens that the adapter adds to the vocabulary, of vLLM 0.6.3
+_NEW_EMBEDDINGS = ("new_embeddings.safetensors", "new_embeddings.bin")
 
 # keys of the configuration that must not be set → why; `True` stands for any other value than null, false and empty
 _REFUSED: dict[str, str] = {
@@ -54,11 +56,11 @@ _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoRAMatrices:
-    """What an adapter adds to one linear layer: x Aᵀ Bᵀ.
+    """What an adapter adds to one linear layer, x Aᵀ Bᵀ, or to the vectors of an embedding, Aᵀ Bᵀ.
 
     Attributes:
-        a: [R, K] float.
-        b: [N, R] float32, with the scale.
+        a: [R, K] float; of an embedding K is the number of tokens.
+        b: [N, R] float32, with the scale; of an embedding N is the width.
     """
 
     a: torch.Tensor
@@ -158,6 +160,9 @@ def _check_config(config: Mapping[str, Any], path: pathlib.Path) -> None:
 
 
 def _open(folder: pathlib.Path) -> WeightFile:
+    for name in _NEW_EMBEDDINGS:
+        if (folder / name).exists():
+            raise ModelLoadError(f"{folder / name}: adapters that add tokens to the vocabulary are not supported")
     for name, kind in _FILES.items():
         if (folder / name).exists():
             return kind(folder / name)
@@ -170,7 +175,7 @@ def _module_names(file: WeightFile) -> dict[tuple[str, str], str]:
     for name in file.shapes:
         match = _MATRIX.fullmatch(name.removeprefix(_PREFIX))
         if match is not None:
-            found[match["module"], match["matrix"]] = name
+            found[match["module"], match["matrix"] or match["table"]] = name
         elif not _BASE_COPY.fullmatch(name):
             raise ModelLoadError(f"{file.path}: {name} is unsupported LoRA weight")
     return found
@@ -180,9 +185,11 @@ def _pair(file: WeightFile, scaling: _Scaling, names: Mapping[tuple[str, str], s
     tensors = {name: tensor.clone() for name, tensor in file.tensors(names.values())}
     matrices = {}
     for module in _in_order(module for module, _ in names):
-        absent = [matrix for matrix in "AB" if (module, matrix) not in names]
-        if absent:
-            raise ModelLoadError(f"{file.path}: {module} has no lora_{absent[0]}.weight")
+        absent = next((matrix for matrix in "AB" if (module, matrix) not in names), None)
+        if absent is not None:
+            other = names[module, "AB".replace(absent, "")]
+            ending = f"lora_embedding_{absent}" if "lora_embedding_" in other else f"lora_{absent}.weight"
+            raise ModelLoadError(f"{file.path}: {module} has no {ending}")
         a, b = (tensors[names[module, matrix]] for matrix in "AB")
         rank, scale = scaling.of(module)
         for name, tensor, dim in ((names[module, "A"], a, 0), (names[module, "B"], b, 1)):

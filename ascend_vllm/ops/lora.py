@@ -18,6 +18,7 @@ import torch
 
 from ascend_vllm.ops.native import load_native_library
 from ascend_vllm.ops.registry import define_op
+from ascend_vllm.platforms.host_memory import weight_memory
 
 # outputs that are stored side by side
 PANEL = 16
@@ -115,6 +116,36 @@ def lora_shrink(x: torch.Tensor, weights: torch.Tensor, adapters: torch.Tensor, 
         rows = torch.nonzero(adapters == slot).flatten()
         results[rows] = torch.einsum("tk,spkn->tspn", x[rows].to(wide), weights[slot].to(wide)).flatten(2)
     return results
+
+
+def _look_up_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    # tokens, entries, rank; the largest one, since values after a row's rank are undefined
+    for seed, (tokens, entries, rank) in enumerate([(0, 3, 16), (1, 1, 16), (5, 7, 48), (300, 90, 32)]):
+        generator = torch.Generator().manual_seed(seed)
+        tables = torch.randn(3, entries, rank, generator=generator).to(dtype)
+        indices = torch.randint(entries, (tokens,), generator=generator)
+        adapters = torch.randint(3, (tokens,), generator=generator, dtype=torch.int32)
+        yield tables, indices, adapters, torch.full((3,), rank, dtype=torch.int32)
+
+
+@define_op(inputs=_look_up_inputs, tolerance=0.0, devices=("cpu",), recordable=True)
+def lora_look_up(
+    tables: torch.Tensor, indices: torch.Tensor, adapters: torch.Tensor, ranks: torch.Tensor
+) -> torch.Tensor:
+    """Finds each token's values of the rank in the table of its adapter, as `lora_shrink` computes them of rows.
+
+    Args:
+        tables: [L, K, R] float, K tokens.
+        indices: [T] int64, 0 … K-1.
+        adapters: [T] int32, each token's slot; negative: none.
+        ranks: [L] int32, rank of the adapter in each slot.
+
+    Returns:
+        [T, 1, R] float32, undefined for tokens without an adapter and after a token's rank.
+    """
+    del ranks  # values after them are undefined
+    wide = torch.promote_types(tables.dtype, torch.float32)
+    return tables[adapters.clamp(min=0).long(), indices][:, None].to(wide)
 
 
 def _expand_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
@@ -248,29 +279,35 @@ class PanelSlots(AdapterSlots):
     def _make_memory(
         self, num_slots: int, inputs: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        of_a = (num_slots, len(self._widths), max_rank // PANEL, inputs, PANEL)
-        of_b = (num_slots, num_panels(self._widths), max_rank, PANEL)
-        self._a, self._b = (torch.zeros(shape, dtype=dtype, device=device) for shape in (of_a, of_b))
+        # [L, S, R / 16, K, 16] and [L, P, R, 16]; pages are allocated when the first adapter is placed in them
+        self._a = weight_memory(self._shape_of_a(num_slots, inputs, max_rank), dtype, device)
+        self._b = weight_memory((num_slots, num_panels(self._widths), max_rank, PANEL), dtype, device)
         # [L] int32: 0 where a slot's adapter leaves this layer as it is
         self._ranks = torch.zeros(num_slots, dtype=torch.int32, device=device)
 
+    def _shape_of_a(self, num_slots: int, inputs: int, max_rank: int) -> tuple[int, ...]:
+        return num_slots, len(self._widths), max_rank // PANEL, inputs, PANEL
+
     def pack(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> PackedAdapter:
-        a, b = torch.zeros_like(self._a[0]), torch.zeros_like(self._b[0])
-        panel = rank = 0
+        """See `AdapterSlots.pack`; of R only what the largest rank needs is kept."""
+        rank = max((len(part[0]) for part in parts if part is not None), default=0)
+        slices, _, inputs, _ = self._a.shape[1:]
+        a = torch.zeros(slices, num_panels([rank]), inputs, PANEL, dtype=self._a.dtype)
+        b = torch.zeros(self._b.shape[1], padded_rank(rank), PANEL, dtype=self._b.dtype)
+        panel = 0
         for index, (width, part) in enumerate(zip(self._widths, parts, strict=True)):
             last = panel + num_panels([width])
             if part is not None:
                 pack_a(part[0], a[index])
                 pack_b(part[1], b[panel:last])
-                rank = max(rank, len(part[0]))
             panel = last
         return PackedAdapter(a, b, rank)
 
     def place(self, slot: int, adapter: PackedAdapter | None) -> None:
         self._ranks[slot] = 0 if adapter is None else adapter.rank
         if adapter is not None:
-            self._a[slot].copy_(adapter.a)
-            self._b[slot].copy_(adapter.b)
+            self._a[slot, :, : adapter.a.shape[1]].copy_(adapter.a)
+            self._b[slot, :, : adapter.b.shape[1]].copy_(adapter.b)
 
     def shrink(self, x: torch.Tensor, slots: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002
         return lora_shrink(x, self._a, slots, self._ranks)  # type: ignore[no-any-return]
@@ -285,8 +322,27 @@ class PanelSlots(AdapterSlots):
         lora_expand(y, x, self._b, slots, self._ranks, self._widths)
 
 
-# device type → makes a layer's slots, with the arguments of `AdapterSlots`
+class TableSlots(PanelSlots):
+    """Adapters of an embedding of K tokens: a token's values of the rank are looked up, A is stored transposed."""
+
+    def _shape_of_a(self, num_slots: int, inputs: int, max_rank: int) -> tuple[int, ...]:
+        return num_slots, inputs, max_rank
+
+    def pack(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> PackedAdapter:
+        """See `AdapterSlots.pack`; there is one part."""
+        ((a, b),) = (part for part in parts if part is not None)
+        packed = torch.zeros(self._b.shape[1], padded_rank(len(a)), PANEL, dtype=self._b.dtype)
+        pack_b(b, packed)
+        return PackedAdapter(a.T.to(self._a.dtype).contiguous(), packed, len(a))
+
+    def look_up(self, tokens: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """tokens [T] int64, slots [T] → what `expand` reads."""
+        return lora_look_up(self._a, tokens, slots, self._ranks)  # type: ignore[no-any-return]
+
+
+# device type → makes a layer's slots, or an embedding's, with the arguments of `AdapterSlots`
 ADAPTER_FORMS: dict[str, Callable[..., AdapterSlots]] = {"cpu": PanelSlots}
+TABLE_FORMS: dict[str, type[TableSlots]] = {"cpu": TableSlots}
 
 
 load_native_library()

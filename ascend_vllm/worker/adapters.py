@@ -5,9 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 
 from ascend_vllm.config.lora import LoRAConfig
-from ascend_vllm.layers.base import Layer
 from ascend_vllm.layers.lora import ModelAdapters
 from ascend_vllm.model_files import one_line
+from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.models.lora_adapter import read_adapter
 from ascend_vllm.ops.lora import PackedAdapter
 
@@ -22,9 +22,9 @@ class WorkerAdapters:
         config: limits.
     """
 
-    def __init__(self, model: Layer, config: LoRAConfig) -> None:
+    def __init__(self, model: CausalLM, config: LoRAConfig) -> None:
         self._max_rank = config.max_rank
-        self._layers = ModelAdapters(model)
+        self._layers = ModelAdapters(model, model.ignored_weights)
         self._loaded: dict[int, concurrent.futures.Future[_Packed]] = {}
         self._placed: dict[int, _Packed] = {}
         # one at a time: steps need the cores
@@ -52,9 +52,9 @@ class WorkerAdapters:
         self._placed[slot] = self._loaded[number].result()
         self._layers.place(slot, self._placed[slot])
 
-    def use(self, model: Layer) -> None:
+    def use(self, model: CausalLM) -> None:
         """Places all adapters in a model whose weights have been loaded again."""
-        self._layers = ModelAdapters(model)
+        self._layers = ModelAdapters(model, model.ignored_weights)
         for slot, adapter in self._placed.items():
             self._layers.place(slot, adapter)
 

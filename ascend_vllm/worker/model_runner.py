@@ -97,7 +97,7 @@ class ModelRunner:
         self._sampler = Sampler(batch, logprobs_mode, device, host_memory=host_memory)
         self._scorer = PromptScorer(
             batch,
-            model.compute_logits,
+            self._logits_of,
             device,
             reports_logits=logprobs_mode in (RAW_LOGITS, PROCESSED_LOGITS),
             processed=logprobs_mode in (PROCESSED_LOGPROBS, PROCESSED_LOGITS),
@@ -165,7 +165,7 @@ class ModelRunner:
             return _nothing_sampled(step.step_id, [prompt.fetch() for prompt in prompts])
         if len(host_batch.logits_indices) < len(hidden):
             hidden = hidden[batch.logits_indices]
-        logits = self._model.compute_logits(hidden)
+        logits = self._logits_of(hidden, batch.logits_indices)
         # [P] the slot of each sampled position, and the number of tokens before it
         slots, num_tokens = sampling_slots, self._batch.num_tokens[sampling_slots]
         num_places = host_batch.num_places
@@ -205,7 +205,12 @@ class ModelRunner:
 
     def _logits(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, V] of all of the step's tokens."""
-        return self._model.compute_logits(self._hidden(batch))
+        return self._logits_of(self._hidden(batch), slice(None))
+
+    def _logits_of(self, hidden: torch.Tensor, tokens: torch.Tensor | slice) -> torch.Tensor:
+        """hidden [n, H] of some of the step's tokens → [n, V]."""
+        self._batch.row_state.state.logits_tokens = tokens
+        return self._model.compute_logits(hidden)
 
 
 def _places_of(wanted: Int64Array, slots: Int64Array) -> Int64Array:

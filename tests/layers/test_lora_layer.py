@@ -1,4 +1,4 @@
-"""Linear layers with LoRA adapters: slices, ranks of a group, quantized inputs, and shapes that do not fit."""
+"""Layers with LoRA adapters: slices, ranks of a group, quantized inputs, embeddings and heads, wrong shapes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ascend_vllm.distributed.parallel_context import ParallelContext
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
+from ascend_vllm.layers.embedding import LMHead, TiedLMHead, VocabParallelEmbedding
 from ascend_vllm.layers.linear import Linear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from ascend_vllm.layers.lora import LoRAScheme, ModelAdapters
 from ascend_vllm.layers.quantization.base import Activation, ActivationQuant, LinearLayer, QuantMethod, QuantScheme
@@ -19,6 +20,7 @@ from ascend_vllm.layers.quantization.unquantized import UnquantizedScheme
 from ascend_vllm.layers.step_state import StepState
 from ascend_vllm.models.lora_adapter import LoRAMatrices
 from ascend_vllm.types.step import ADAPTER_SLOT
+from tests.distributed.thread_ranks import on_ranks
 
 HIDDEN, RANK = 24, 5
 # of the rows of a step: slots of their adapters, or none
@@ -160,6 +162,75 @@ def test_adapters_read_what_norms_have_not_quantized() -> None:
         torch.testing.assert_close(case.forward(x), wanted, atol=1e-4, rtol=1e-5)
 
 
+# of a step: tokens, of which the last two have logits
+TOKENS, LOGITS_TOKENS = torch.tensor([3, 0, 36, 3, 18]), torch.tensor([3, 4])
+VOCABULARY = 37
+
+
+class _Vocabulary(Layer):
+    """An embedding and a head, tied or not."""
+
+    def __init__(self, context: BuildContext, *, is_tied: bool) -> None:
+        self.embedding = VocabParallelEmbedding(context, "model.embed_tokens", VOCABULARY, HIDDEN)
+        self.head: LMHead | TiedLMHead = (
+            TiedLMHead(self.embedding) if is_tied else LMHead(context, "lm_head", HIDDEN, VOCABULARY)
+        )
+
+
+def _vocabulary_matrices(number: int) -> dict[str, LoRAMatrices]:
+    generator = torch.Generator().manual_seed(number)
+    rank = RANK + number
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    table = LoRAMatrices(draw(rank, VOCABULARY), draw(HIDDEN, rank))
+    head = LoRAMatrices(draw(rank, HIDDEN), draw(VOCABULARY, rank))
+    # the second adapter has no head
+    return {"model.embed_tokens": table} | ({"lm_head": head} if number == 0 else {})
+
+
+def _compute(context: BuildContext, is_tied: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Vectors of `TOKENS` and logits of `LOGITS_TOKENS`."""
+    state = StepState(8, 8, torch.device("cpu"))
+    quant = LoRAScheme(UnquantizedScheme(), LoRAConfig(2, 16, 2, "float32"), state)
+    model = _Vocabulary(dataclasses.replace(context, quant=quant, step_state=state), is_tied=is_tied)
+    for layer in model.layers():
+        for slot in layer.slots():
+            slot.fill(torch.randn(slot.shape, generator=torch.Generator().manual_seed(7 + len(slot.name))))
+        layer.after_load()
+    adapters = ModelAdapters(model)
+    for number in range(2):
+        adapters.place(number, adapters.pack(_vocabulary_matrices(number), "somewhere"))
+    state.write({ADAPTER_SLOT: SLOTS})
+    state.is_plain = False
+    state.logits_tokens = LOGITS_TOKENS
+    hidden = x_of_step()[LOGITS_TOKENS]
+    return model.embedding.forward(TOKENS), model.head.forward(hidden)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_embeddings_and_heads(size: int, is_tied: bool) -> None:
+    """An adapter of a tied embedding leaves the head as it is, and the reverse."""
+    names = ("model.embed_tokens.weight", "model.embed_tokens.weight" if is_tied else "lm_head.weight")
+    table, head = (
+        torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(7 + len(name))) for name in names
+    )
+    vectors, logits = table[TOKENS], x_of_step()[LOGITS_TOKENS] @ head.T
+    for row, (token, number) in enumerate(zip(TOKENS.tolist(), SLOTS.tolist(), strict=True)):
+        if number >= 0:
+            of_table = _vocabulary_matrices(number)["model.embed_tokens"]
+            vectors[row] += of_table.b @ of_table.a[:, token]
+        of_head = _vocabulary_matrices(number).get("lm_head")
+        if row in LOGITS_TOKENS.tolist() and of_head is not None:
+            place = LOGITS_TOKENS.tolist().index(row)
+            logits[place] += of_head.b @ of_head.a @ x_of_step()[row]
+    for found in on_ranks(size, lambda context: _compute(context, is_tied)):
+        torch.testing.assert_close(found[0], vectors, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(found[1], logits, atol=1e-4, rtol=1e-5)
+
+
 def test_a_slot_may_get_another_adapter() -> None:
     case = make("down")
     before = case.forward(x_of_step()).clone()
@@ -180,6 +251,27 @@ def test_wrong_adapters_are_refused_by_name() -> None:
     for a, b, name in (((2, 7), (10, 2), "A"), ((2, HIDDEN), (9, 2), "B"), ((2, HIDDEN), (10, 3), "B")):
         with pytest.raises(ModelLoadError, match=f"sql: down_proj.lora_{name}.weight has shape"):
             case.adapters.pack({"down_proj": LoRAMatrices(torch.zeros(*a), torch.zeros(*b))}, "sql")
+
+
+def test_tokens_that_the_model_does_not_have_are_refused() -> None:
+    state = StepState(8, 8, torch.device("cpu"))
+    quant = LoRAScheme(UnquantizedScheme(), LoRAConfig(2, 16, 2, "float32"), state)
+    context = BuildContext(torch.float32, torch.device("cpu"), quant=quant, step_state=state)
+    adapters = ModelAdapters(_Vocabulary(context, is_tied=True))
+    table = LoRAMatrices(torch.zeros(2, VOCABULARY + 1), torch.zeros(HIDDEN, 2))
+    with pytest.raises(ModelLoadError, match=r"sql: model.embed_tokens.lora_embedding_A has shape \[2, 38\]"):
+        adapters.pack({"model.embed_tokens": table}, "sql")
+    head = LoRAMatrices(torch.zeros(2, HIDDEN), torch.zeros(VOCABULARY + 1, 2))
+    with pytest.raises(ModelLoadError, match=r"sql: lm_head.lora_B.weight has shape \[38, 2\]"):
+        adapters.pack({"lm_head": head}, "sql")
+
+
+def test_layers_of_other_workers_are_left_to_them() -> None:
+    adapters = ModelAdapters(make("down").layer, [r"layers\.1\..*"])
+    nothing = LoRAMatrices(torch.zeros(2, 3), torch.zeros(3, 2))
+    assert adapters.pack({"layers.1.up_proj": nothing}, "sql") == [None]
+    with pytest.raises(ModelLoadError, match=r"received \['layers.2.up_proj'\]"):
+        adapters.pack({"layers.2.up_proj": nothing}, "sql")
 
 
 def test_models_without_adapters_have_no_layers_for_them() -> None:

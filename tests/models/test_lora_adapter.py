@@ -107,6 +107,12 @@ def test_wrong_files_and_tensors(directory: pathlib.Path, tmp_path: pathlib.Path
     assert f"{QUERY} has no lora_B.weight" in refusal(directory)
     change_tensors(directory, **{b: torch.zeros(64, 8), "base_model__model__lm_head__weight": torch.zeros(2)})
     assert "base_model.model.lm_head.weight is unsupported LoRA weight" in refusal(directory)
+    table = {"base_model__model__model__embed_tokens__lora_embedding_A": torch.zeros(8, 384)}
+    change_tensors(directory, **{b: torch.zeros(64, 8), "base_model__model__lm_head__weight": None}, **table)
+    assert "model.embed_tokens has no lora_embedding_B" in refusal(directory)
+    (directory / "new_embeddings.safetensors").write_bytes(b"")
+    assert "new_embeddings.safetensors: adapters that add tokens to the vocabulary" in refusal(directory)
+    (directory / "new_embeddings.safetensors").unlink()
     (directory / "adapter_model.safetensors").write_bytes(b"short")
     assert "adapter_model.safetensors: the file is damaged" in refusal(directory)
     (directory / "adapter_model.safetensors").unlink()

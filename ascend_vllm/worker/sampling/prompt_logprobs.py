@@ -68,7 +68,7 @@ class PromptScorer:
 
     Args:
         batch: the slots.
-        compute_logits: [T, H] → [T, V].
+        compute_logits: [n, H] and which of the step's tokens these are → [n, V].
         device: of the model.
         reports_logits: report logits instead of log-probabilities.
         processed: apply the row's temperature, min_p, top-k and top-p first, as vLLM 0.6.3 does; penalties, biases
@@ -81,7 +81,7 @@ class PromptScorer:
     def __init__(
         self,
         batch: InputBatch,
-        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+        compute_logits: Callable[[torch.Tensor, slice], torch.Tensor],
         device: torch.device,
         *,
         reports_logits: bool = False,
@@ -120,22 +120,31 @@ class PromptScorer:
             start, end = max(computed + 1, request.start), min(computed + 1 + last - first, request.end)
             if start < end:
                 offset = first + start - computed - 1
-                parts = self._parts(hidden[offset : offset + end - start], slot, start, request.num_logprobs)
+                tokens = range(offset, offset + end - start)
+                parts = self._parts(hidden, tokens, slot, start, request.num_logprobs)
                 reports.append(PromptReport(slot, start, parts))
             if end == request.end:
                 del self.requests[slot]
         return reports
 
-    def _parts(self, hidden: torch.Tensor, slot: int, start: int, num_logprobs: int) -> list[LogprobTensors]:
-        """Reports of the P tokens from `start` on; `hidden`, [P, H], has the state before each of them."""
-        ids = self._batch.token_ids[slot, start : start + len(hidden)].astype(np.int64)
+    def _parts(
+        self, hidden: torch.Tensor, tokens: range, slot: int, start: int, num_logprobs: int
+    ) -> list[LogprobTensors]:
+        """Reports of the P prompt tokens from `start` on; `tokens` are those of the step before each of them."""
+        ids = self._batch.token_ids[slot, start : start + len(tokens)].astype(np.int64)
         token_ids = upload(ids, self._device)
-        chunks = [slice(first, first + _CHUNK_TOKENS) for first in range(0, len(hidden), _CHUNK_TOKENS)]
-        return [self._part(hidden[chunk], token_ids[chunk], slot, num_logprobs) for chunk in chunks]
+        parts = []
+        for first in range(0, len(tokens), _CHUNK_TOKENS):
+            chunk = tokens[first : first + _CHUNK_TOKENS]
+            places = slice(chunk.start, chunk.stop)
+            parts.append(self._part(hidden, places, token_ids[first : first + _CHUNK_TOKENS], slot, num_logprobs))
+        return parts
 
-    def _part(self, hidden: torch.Tensor, token_ids: torch.Tensor, slot: int, num_logprobs: int) -> LogprobTensors:
-        """Report of T tokens. The logits are freed on return, so that the next chunk can use their memory."""
-        logits = self._compute_logits(hidden)
+    def _part(
+        self, hidden: torch.Tensor, places: slice, token_ids: torch.Tensor, slot: int, num_logprobs: int
+    ) -> LogprobTensors:
+        """Report of some tokens. The logits are freed on return, so that the next chunk can use their memory."""
+        logits = self._compute_logits(hidden[places], places)
         if self._processed:
             logits = filtered_logits(logits.float(), *self._filters(slot))
         return report(logits, token_ids, num_logprobs, reports_logits=self._reports_logits)

@@ -13,17 +13,22 @@ namespace {
 // More than the matrices of any layer.
 constexpr size_t kMostSlices = 8;
 
-// The rows that have an adapter in blocks, by adapter and then in the order of the step. Valid until the next
-// call.
-const std::vector<LoraBlock>& blocks_of(const int32_t* adapters, int64_t rows, int64_t slots) {
+void check_slot(int32_t slot, int64_t slots) {
+  TORCH_CHECK_INDEX(slot < slots, "adapters holds ", slot, ", there are ", slots, " slots");
+}
+
+// The rows whose adapter changes the layer, in blocks, by adapter and then in the order of the step. Valid
+// until the next call.
+const std::vector<LoraBlock>& blocks_of(const int32_t* adapters, const int32_t* ranks, int64_t rows,
+                                        int64_t slots) {
   thread_local std::vector<std::vector<LoraBlock>> of_slots;
   thread_local std::vector<LoraBlock> blocks;
   of_slots.resize(slots);
   for (std::vector<LoraBlock>& of_slot : of_slots) of_slot.clear();
   for (int64_t row = 0; row < rows; ++row) {
     const int32_t slot = adapters[row];
-    if (slot < 0) continue;
-    TORCH_CHECK_INDEX(slot < slots, "adapters holds ", slot, ", there are ", slots, " slots");
+    check_slot(slot, slots);
+    if (slot < 0 || ranks[slot] == 0) continue;
     std::vector<LoraBlock>& of_slot = of_slots[slot];
     if (of_slot.empty() || of_slot.back().count == kLoraRows) of_slot.push_back({slot, 0, {}});
     LoraBlock& block = of_slot.back();
@@ -68,10 +73,40 @@ at::Tensor lora_shrink(const at::Tensor& x, const at::Tensor& weights, const at:
       .panels = weights.size(2),
   };
   launch([args, rows = x.size(0), slots = weights.size(0), ids = adapters.const_data_ptr<int32_t>()]() mutable {
-    const std::vector<LoraBlock>& blocks = blocks_of(ids, rows, slots);
+    const std::vector<LoraBlock>& blocks = blocks_of(ids, args.ranks, rows, slots);
     args.blocks = blocks.data();
     args.num_blocks = static_cast<int64_t>(blocks.size());
     lora_shrink_kernel(args);
+  });
+  return out;
+}
+
+at::Tensor lora_look_up(const at::Tensor& tables, const at::Tensor& indices, const at::Tensor& adapters,
+                        const at::Tensor& ranks) {
+  TORCH_CHECK(tables.dim() == 3 && tables.size(2) % kLoraPanel == 0,
+              "tables must be [slots, entries, a multiple of 16], got ", tables.sizes());
+  const int64_t count = indices.numel();
+  check_vector(indices, "indices", at::kLong, count);
+  check_slots(tables, adapters, ranks, count);
+  at::Tensor out = new_tensor({count, 1, tables.size(2)}, tables.options().dtype(at::kFloat));
+  const LoraLookUpArgs args{
+      .dtype = dtype_of(tables, "tables"),
+      .tables = tables.const_data_ptr(),
+      .indices = indices.const_data_ptr<int64_t>(),
+      .adapters = adapters.const_data_ptr<int32_t>(),
+      .ranks = ranks.const_data_ptr<int32_t>(),
+      .out = out.mutable_data_ptr<float>(),
+      .rows = count,
+      .entries = tables.size(1),
+      .max_rank = tables.size(2),
+  };
+  launch([args, slots = tables.size(0)] {
+    for (int64_t row = 0; row < args.rows; ++row) {
+      check_slot(args.adapters[row], slots);
+      TORCH_CHECK_INDEX(args.indices[row] >= 0 && args.indices[row] < args.entries, "indices holds ",
+                        args.indices[row], ", the tables have ", args.entries, " entries");
+    }
+    lora_look_up_kernel(args);
   });
   return out;
 }
@@ -115,7 +150,7 @@ void lora_expand(const at::Tensor& y, const at::Tensor& x, const at::Tensor& wei
   };
   launch([args, sizes, rows = y.size(0), slots = weights.size(0),
           ids = adapters.const_data_ptr<int32_t>()]() mutable {
-    const std::vector<LoraBlock>& blocks = blocks_of(ids, rows, slots);
+    const std::vector<LoraBlock>& blocks = blocks_of(ids, args.ranks, rows, slots);
     args.blocks = blocks.data();
     args.num_blocks = static_cast<int64_t>(blocks.size());
     args.widths = sizes.data();
@@ -128,5 +163,6 @@ void lora_expand(const at::Tensor& y, const at::Tensor& x, const at::Tensor& wei
 
 TORCH_LIBRARY_IMPL(ascend_vllm, CPU, m) {
   m.impl("lora_shrink", &ascend_vllm::lora_shrink);
+  m.impl("lora_look_up", &ascend_vllm::lora_look_up);
   m.impl("lora_expand", &ascend_vllm::lora_expand);
 }

@@ -52,6 +52,27 @@ ASCEND_VLLM_CHECK(lora_shrink) {
   });
 }
 
+ASCEND_VLLM_CHECK(lora_look_up) {
+  for_dtypes([](auto tag) {
+    using T = decltype(tag);
+    constexpr int64_t kEntries = 9;
+    const int64_t indices[kRows] = {3, 0, 8, 8, 1, 2, 5};
+    const int32_t adapters[kRows] = {0, 0, -1, 0, 1, -1, 0};
+    Random random(1);
+    const auto tables = numbers<T>(random, kSlots * kEntries * kMaxRank);
+    std::vector<float> out(kRows * kMaxRank);
+    lora_look_up_kernel(
+        {kDType<T>, tables.data(), indices, adapters, kRanks, out.data(), kRows, kEntries, kMaxRank});
+    Case own("lora_look_up", shape_of<T>({kEntries}));
+    for_rows([&](int64_t slot, int64_t row) {
+      for (int64_t rank = 0; rank < kRanks[slot]; ++rank) {
+        const double want = to_float(tables[(slot * kEntries + indices[row]) * kMaxRank + rank]);
+        own.near(out[row * kMaxRank + rank], want, 0.0, row * kMaxRank + rank);
+      }
+    });
+  });
+}
+
 ASCEND_VLLM_CHECK(lora_expand) {
   for_dtypes([](auto tag) {
     using T = decltype(tag);

@@ -1,5 +1,6 @@
 // Products with LoRA adapters, each row of a step with its own: lora_shrink takes rows to their adapter's rank,
-// and lora_expand adds what the rank's values make of them to the rows of a layer's result.
+// lora_look_up finds an embedding's values of the rank, and lora_expand adds what these make of the rows to the
+// rows of a layer's result.
 //
 // Weights are in panels of 16 outputs, inputs first, so that one load has 16 outputs' weights of an input. A
 // row's sums are in the same order whatever other rows there are: over inputs, those with even and odd numbers
@@ -32,6 +33,16 @@ struct LoraShrinkArgs {
   int64_t num_blocks, x_stride, inputs, slices, panels;
 };
 
+struct LoraLookUpArgs {
+  DType dtype;              // of the tables
+  const void* tables;       // [slots, entries, max_rank]
+  const int64_t* indices;   // [rows], of entries
+  const int32_t* adapters;  // [rows]: slots, negative: none
+  const int32_t* ranks;     // [slots]
+  float* out;               // [rows, max_rank]; only a row's rank is written
+  int64_t rows, entries, max_rank;
+};
+
 struct LoraExpandArgs {
   DType dtype, weight_dtype;  // of y, and of the weights
   const float* x;             // as LoraShrinkArgs::out
@@ -44,6 +55,7 @@ struct LoraExpandArgs {
 };
 
 ASCEND_VLLM_KERNEL(lora_shrink, LoraShrinkArgs)
+ASCEND_VLLM_KERNEL(lora_look_up, LoraLookUpArgs)
 ASCEND_VLLM_KERNEL(lora_expand, LoraExpandArgs)
 
 }  // namespace ascend_vllm
@@ -134,6 +146,21 @@ void lora_shrink(const LoraShrinkArgs& a) {
   });
 }
 
+template <class W>
+void lora_look_up(const LoraLookUpArgs& a) {
+  parallel_for(a.rows, a.max_rank, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int32_t slot = a.adapters[row];
+      if (slot < 0) continue;
+      const W* source = static_cast<const W*>(a.tables) + (slot * a.entries + a.indices[row]) * a.max_rank;
+      float* target = a.out + row * a.max_rank;
+      for_lanes(
+          a.ranks[slot], [&](int64_t i) { store(target + i, load(source + i)); },
+          [&](int64_t i, int rest) { store_n(target + i, load_n(source + i, rest), rest); });
+    }
+  });
+}
+
 // Adds one panel's outputs, `lanes` of them, to the rows of a block.
 template <int Rows, class T, class W>
 inline void expand_panel(const float* const* x, const W* panel, int64_t rank, T* const* y, int lanes) {
@@ -201,6 +228,9 @@ ASCEND_VLLM_DEFINE_KERNEL(lora_shrink, LoraShrinkArgs) {
   with_dtype(args.dtype, [&](auto tag) {
     with_dtype(args.weight_dtype, [&](auto weight) { lora_shrink<decltype(tag), decltype(weight)>(args); });
   });
+}
+ASCEND_VLLM_DEFINE_KERNEL(lora_look_up, LoraLookUpArgs) {
+  with_dtype(args.dtype, [&](auto tag) { lora_look_up<decltype(tag)>(args); });
 }
 ASCEND_VLLM_DEFINE_KERNEL(lora_expand, LoraExpandArgs) {
   with_dtype(args.dtype, [&](auto tag) {
