@@ -1,10 +1,10 @@
-"""LoRA adapters with random weights, written as PEFT writes them, and the models that they make when merged.
+"""LoRA adapters with random weights, written as PEFT writes them, and the models that PEFT makes of them.
 
-from tests.lora_adapters import Adapter, merged, write_adapter
+from tests.lora_adapters import Adapter, adapted, write_adapter
 
 adapter = Adapter("sql", rank=8, modules=("q_proj", "v_proj"))
 directory = write_adapter(tmp_path / "sql", tiny_model("llama"), adapter)
-model = merged(tiny_model("llama"), directory)      # transformers
+model = adapted(tiny_model("llama"), directory)      # transformers
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import warnings
 import zlib
 from typing import Any
 
@@ -21,6 +22,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+VOCABULARY = ("embed_tokens", "lm_head")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +85,16 @@ def write_adapter(directory: pathlib.Path, model: str, adapter: Adapter, size: f
     generator = torch.Generator().manual_seed(zlib.crc32(adapter.name.encode()))
     tensors = {}
     for module, weight in _weights(model, adapter):
-        rank, (outputs, inputs) = adapter.rank_of(module), weight.shape
+        is_table = module.endswith("embed_tokens")
+        # an embedding's inputs are the tokens
+        rank, (outputs, inputs) = adapter.rank_of(module), weight.T.shape if is_table else weight.shape
+        ending = "lora_embedding_{}" if is_table else "lora_{}.weight"
         for matrix, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
             drawn = torch.randn(*shape, generator=generator) / math.sqrt(shape[1])
             factor = (
                 1.0 if matrix == "A" else size * weight.std().item() * math.sqrt(inputs) / adapter.scale_of(module)
             )
-            tensors[f"base_model.model.{module}.lora_{matrix}.weight"] = drawn * factor
+            tensors[f"base_model.model.{module}.{ending.format(matrix)}"] = drawn * factor
     if adapter.as_torch:
         torch.save(tensors, directory / "adapter_model.bin")
     else:
@@ -97,28 +102,31 @@ def write_adapter(directory: pathlib.Path, model: str, adapter: Adapter, size: f
     return str(directory)
 
 
-def merged(model: str, directory: str, adapter: Adapter) -> Any:
-    """transformers' model with the adapter's products added to its weights, in float32."""
+def adapted(model: str, directory: str | None) -> Any:
+    """transformers' model in float32 with an adapter that PEFT has merged; None: without one.
+
+    In a model with a tied head PEFT would merge an adapter of the embedding into the head as well: there it adds the
+    adapter's products step by step.
+    """
     whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    files = pathlib.Path(directory)
-    is_torch = (files / "adapter_model.bin").exists()
-    tensors = (
-        torch.load(files / "adapter_model.bin", weights_only=True)
-        if is_torch
-        else load_file(files / "adapter_model.safetensors")
-    )
-    for module in {name.rsplit(".lora_", 1)[0] for name in tensors}:
-        a, b = (tensors[f"{module}.lora_{matrix}.weight"] for matrix in "AB")
-        name = module.removeprefix("base_model.model.")
-        with torch.no_grad():
-            whole.get_submodule(name).weight += adapter.scale_of(name) * (b @ a)
-    return whole
+    if directory is None:
+        return whole
+    with warnings.catch_warnings():
+        # of copies of embeddings and of weights that are tied
+        warnings.simplefilter("ignore")
+        import peft  # it takes seconds
+
+        found = peft.PeftModel.from_pretrained(whole, directory).eval()
+        return found if whole.config.tie_word_embeddings else found.merge_and_unload()
 
 
 def _weights(model: str, adapter: Adapter) -> list[tuple[str, torch.Tensor]]:
     """Names and weights of the modules that an adapter changes."""
+    weights = load_file(pathlib.Path(model) / "model.safetensors")
+    # of a tied head
+    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
     found = []
-    for name, weight in load_file(pathlib.Path(model) / "model.safetensors").items():
+    for name, weight in weights.items():
         module = name.removesuffix(".weight")
         parts = module.split(".")
         is_chosen = adapter.layers is None or (parts[1:2] == ["layers"] and int(parts[2]) in adapter.layers)
