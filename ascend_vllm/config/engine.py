@@ -9,6 +9,7 @@ from ascend_vllm.config.graphs import GraphConfig
 from ascend_vllm.config.lora import LoRAConfig
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
+from ascend_vllm.config.speculation import SpeculativeConfig
 from ascend_vllm.config.structured import StructuredOutputsConfig
 
 # of packages with executors of their own: name of --distributed-executor-backend = "module:Class"
@@ -104,3 +105,5 @@ class EngineConfig(msgspec.Struct, frozen=True):
     graphs: GraphConfig = GraphConfig()
     # None: without adapters
     lora: LoRAConfig | None = None
+    # None: without drafts
+    speculation: SpeculativeConfig | None = None

@@ -32,6 +32,8 @@ NO_TOKEN = -1
 REJECTED_TOKEN = -2
 # pads the sampled ids of a row that samples at fewer than N positions
 PADDING_TOKEN = -3
+# fills up the drafts of a row that has fewer than others
+NO_DRAFT = -1
 # name of the row state (`NewRow.state`) that has the slot of the row's LoRA adapter
 ADAPTER_SLOT = "adapter_slot"
 
@@ -125,6 +127,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     # (slot, tokens): drafts of rows that miss one token, all of which they compute in this step; there are none with
     # num_steps above 1
     drafts: list[tuple[int, list[int]]] = []
+    # most drafts that are wanted of each row that samples, for the next step
+    max_drafts: int = 0
 
 
 class StepLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -176,3 +180,5 @@ class StepOutput(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: list[PromptLogprobs] = []
     # of the rows that are done without sampling; they are not among `slots`
     results: list[RowResult] = []
+    # [S, k] int32: drafts of the tokens that each row may sample next, filled up with NO_DRAFT; None: there are none
+    drafts: np.ndarray | None = None

@@ -16,12 +16,13 @@ from ascend_vllm.distributed.stage_link import StageLink
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.types.step import PromptLogprobs, SchedulerOutput, StepOutput
 from ascend_vllm.worker.block_mover import BlockMover
-from ascend_vllm.worker.input_batch import InputBatch, upload
+from ascend_vllm.worker.input_batch import InputBatch, Int32Array, upload
 from ascend_vllm.worker.multi_step import MultiStepDecoder
 from ascend_vllm.worker.sampling.columns import MASKS, Int64Array, ragged_arange
 from ascend_vllm.worker.sampling.logprobs import by_place, collect
 from ascend_vllm.worker.sampling.prompt_logprobs import PromptScorer
 from ascend_vllm.worker.sampling.sampler import PROCESSED_LOGITS, PROCESSED_LOGPROBS, RAW_LOGITS, Sampler
+from ascend_vllm.worker.speculation.proposer import ComputedStep, Proposer
 
 
 class DecodeGraphs(Protocol):
@@ -77,6 +78,7 @@ class ModelRunner:
 
     Attributes:
         forward: as given.
+        sampler: of all its steps.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class ModelRunner:
         self.forward = forward
         self._mover = mover
         self._batch = batch
-        self._sampler = Sampler(batch, logprobs_mode, device, host_memory=host_memory)
+        self.sampler = Sampler(batch, logprobs_mode, device, host_memory=host_memory)
         self._scorer = PromptScorer(
             batch,
             self._logits_of,
@@ -103,12 +105,17 @@ class ModelRunner:
             processed=logprobs_mode in (PROCESSED_LOGPROBS, PROCESSED_LOGITS),
         )
         self._device = device
-        self._multi_step = MultiStepDecoder(batch, self._sampler, self._logits, device, host_memory=host_memory)
+        self._multi_step = MultiStepDecoder(batch, self.sampler, self._logits, device, host_memory=host_memory)
         self._graphs: DecodeGraphs | None = None
+        self._proposer: Proposer | None = None
 
     def use_graphs(self, graphs: DecodeGraphs) -> None:
         """Computes steps by these graphs of the forward pass where possible."""
         self._graphs = graphs
+
+    def use_proposer(self, proposer: Proposer) -> None:
+        """Lets this propose drafts after each step."""
+        self._proposer = proposer
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> StepOutput:
@@ -120,6 +127,8 @@ class ModelRunner:
         if step.block_moves:
             self._mover.move(step.block_moves)
         self._batch.apply(step)
+        if self._proposer is not None:
+            self._proposer.apply(step)
         if self._scorer.requests or any(row.sampling_params.prompt_logprobs is not None for row in step.new_rows):
             self._scorer.apply(step)
         if not step.slots:
@@ -150,18 +159,22 @@ class ModelRunner:
         hidden = self._hidden(host_batch.to_device(self._device))
         rows = np.array([row.slot for row in step.new_rows], np.int64)[: len(hidden)]
         num_tokens = upload(self._batch.num_tokens[rows], self._device)
-        self._sampler.sample(self._model.compute_logits(hidden[: len(rows)]), self._sampler.plan(rows), num_tokens)
+        self.sampler.sample(self._model.compute_logits(hidden[: len(rows)]), self.sampler.plan(rows), num_tokens)
         self._batch.apply(SchedulerOutput(step.step_id, [row.slot for row in step.new_rows], [], [], [], []))
 
     def _forward_and_sample(self, step: SchedulerOutput, slots: Int64Array, num_scheduled: Int64Array) -> StepOutput:
         """Computes the rows' next tokens, and samples for rows whose known tokens are all computed."""
         host_batch = self._batch.build(slots, num_scheduled)
-        batch = host_batch.to_device(self._device, only_outputs=not self._scorer.requests)
-        hidden = self._hidden(batch)
+        proposer = self._proposer
+        only_outputs = not self._scorer.requests and (proposer is None or not proposer.needs_hidden)
+        batch = host_batch.to_device(self._device, only_outputs=only_outputs)
+        of_all = hidden = self._hidden(batch)
         prompts = self._scorer.score(host_batch, slots, hidden) if self._scorer.requests else []
         self._batch.advance(slots, num_scheduled)
         sampling_slots = host_batch.sampling_slots
+        computed = ComputedStep(host_batch, slots, num_scheduled, None if only_outputs else of_all, step.max_drafts)
         if len(sampling_slots) == 0:
+            self._propose(computed)
             return _nothing_sampled(step.step_id, [prompt.fetch() for prompt in prompts])
         if len(host_batch.logits_indices) < len(hidden):
             hidden = hidden[batch.logits_indices]
@@ -171,11 +184,11 @@ class ModelRunner:
         num_places = host_batch.num_places
         if num_places is not None:
             slots, num_tokens = np.repeat(slots, num_places), ragged_arange(num_tokens, num_places)
-        plan = self._sampler.plan(slots, num_tokens=num_tokens)
+        plan = self.sampler.plan(slots, num_tokens=num_tokens)
         if step.bitmask is not None:
             rows = _places_of(np.array(step.constrained_slots, np.int64), slots)
-            plan = self._sampler.constrain(plan, rows, step.bitmask)
-        sampled = self._sampler.sample(logits, plan, upload(num_tokens, self._device))
+            plan = self.sampler.constrain(plan, rows, step.bitmask)
+        sampled = self.sampler.sample(logits, plan, upload(num_tokens, self._device))
         token_ids = sampled.token_ids.cpu().numpy()
         logprobs = collect([(plan.asking, sampled.logprobs)], len(slots), 1)
         if num_places is None:
@@ -191,7 +204,12 @@ class ModelRunner:
             sampled_token_ids=table,
             logprobs=logprobs,
             prompt_logprobs=[prompt.fetch() for prompt in prompts],
+            drafts=self._propose(computed),
         )
+
+    def _propose(self, computed: ComputedStep) -> Int32Array | None:
+        """[S, k] drafts of the rows that sampled; None: there are none."""
+        return None if self._proposer is None else self._proposer.propose(computed)
 
     def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, H] of the step's tokens, or [S, H] of `ForwardBatch.output_indices`.

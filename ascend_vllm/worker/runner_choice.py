@@ -19,6 +19,7 @@ from ascend_vllm.config.graphs import GraphMode
 from ascend_vllm.distributed.parallel_context import ParallelContext
 from ascend_vllm.distributed.stage_link import StageLink
 from ascend_vllm.errors import ConfigError
+from ascend_vllm.layers.attention import Attention
 from ascend_vllm.layers.step_state import StepState
 from ascend_vllm.logger import init_logger
 from ascend_vllm.models.blocks import CausalLM
@@ -31,6 +32,7 @@ from ascend_vllm.worker.graph_runner import GraphRunner
 from ascend_vllm.worker.input_batch import InputBatch
 from ascend_vllm.worker.model_runner import DecodeGraphs, ModelForward, ModelRunner
 from ascend_vllm.worker.pooling import PoolingRunner, make_gatherer
+from ascend_vllm.worker.speculation.proposer import ProposerFactory
 from ascend_vllm.worker.stage_runner import StageRunner
 from ascend_vllm.worker.tape_runner import TapeRunner
 
@@ -47,11 +49,23 @@ class LoadedModel:
         model: with its weights.
         backend: computes attention in all layers.
         step_state: declared by the model's layers.
+        proposers: makes what drafts tokens; None: this worker does not.
     """
 
     model: CausalLM
     backend: AttentionBackend
     step_state: StepState
+    proposers: ProposerFactory | None = None
+
+    @property
+    def attention_layers(self) -> list[Attention]:
+        """See `layers_with_cache`."""
+        return layers_with_cache(self.model, self.proposers)
+
+
+def layers_with_cache(model: CausalLM, proposers: ProposerFactory | None) -> list[Attention]:
+    """Attention layers that have KV caches: the model's, then those of the proposer."""
+    return [*model.attention_layers, *(() if proposers is None else proposers.attention_layers)]
 
 
 class RunnerFactory:
@@ -86,7 +100,7 @@ class RunnerFactory:
         """Makes the runner, without graphs.
 
         Args:
-            kv_caches: one per layer, on the device.
+            kv_caches: one for each of `LoadedModel.attention_layers`, on the device.
             cpu_caches: one per layer, in CPU memory; empty if there is no swapping.
         """
         config, model, backend = self._config, self._loaded.model, self._loaded.backend
@@ -98,12 +112,16 @@ class RunnerFactory:
             vocab_size=config.model.vocab_size,
             step_state=self._loaded.step_state,
         )
-        forward = ModelForward(model, backend, kv_caches, self._link)
+        num_layers = len(model.attention_layers)
+        forward = ModelForward(model, backend, kv_caches[:num_layers], self._link)
         if self._link is not None and not self._parallel.is_last_stage:
             return StageRunner(forward, self._link, mover, batch, self._device)
         if config.model.pooler is None:
             mode, host_memory = config.model.logprobs_mode, self._platform.shares_host_memory
-            return ModelRunner(model, forward, mover, batch, mode, self._device, host_memory=host_memory)
+            runner = ModelRunner(model, forward, mover, batch, mode, self._device, host_memory=host_memory)
+            if self._loaded.proposers is not None:
+                runner.use_proposer(self._loaded.proposers.make(batch, runner.sampler, kv_caches[num_layers:]))
+            return runner
         gatherer = make_gatherer(
             config.model.pooler, config.scheduler.max_num_seqs, config.model.hidden_size, self._device
         )

@@ -43,7 +43,9 @@ from ascend_vllm.worker.kv_memory import GIB, KVMemory, first_line
 from ascend_vllm.worker.largest_step import make_largest_step, num_blocks_of
 from ascend_vllm.worker.plugins import select_attention_backend
 from ascend_vllm.worker.profiler import WorkerProfiler
-from ascend_vllm.worker.runner_choice import LoadedModel, Runner, RunnerFactory
+from ascend_vllm.worker.runner_choice import LoadedModel, Runner, RunnerFactory, layers_with_cache
+from ascend_vllm.worker.speculation.methods import METHODS
+from ascend_vllm.worker.speculation.proposer import ProposerFactory
 
 logger = init_logger(__name__)
 
@@ -152,13 +154,16 @@ class Worker:
             kinds = {kind for layer in model.layers() for kind in layer.product_kinds}
             for kind in sorted(kinds):
                 choose_cpu_kernels(self._dtype, probe=config.device.cpu_kernel_probe, product=kind)
+        proposers: ProposerFactory | None = None
+        if config.speculation is not None and self._parallel.rank == self.output_rank:
+            proposers = METHODS[config.speculation.method](config, model, context)
         backend_class = select_attention_backend(
-            self._platform.device_type, model.attention_layers, self._dtype, config.cache.block_size
+            self._platform.device_type, layers_with_cache(model, proposers), self._dtype, config.cache.block_size
         )
         backend = backend_class(config.cache.block_size)
         for sentence in backend.advice(config):
             logger.warning("%s", sentence)
-        self._loaded = LoadedModel(model, backend, step_state)
+        self._loaded = LoadedModel(model, backend, step_state, proposers)
         if self._adapters is not None:
             self._adapters.use(model)
         elif config.lora is not None:
@@ -221,7 +226,7 @@ class Worker:
             num_blocks,
             self._config.cache.block_size,
             memory.block_bytes // self._config.cache.block_size,
-            len(self.get_model().attention_layers),
+            len(self._model_in_use.attention_layers),
             num_blocks * memory.block_bytes / GIB,
             num_cpu_blocks,
             num_cpu_blocks * memory.block_bytes / GIB,
@@ -341,7 +346,7 @@ class Worker:
 
     def _kv_memory(self) -> KVMemory:
         loaded = self._model_in_use
-        return KVMemory(self._config, self._platform, self._device, loaded.model.attention_layers, loaded.backend)
+        return KVMemory(self._config, self._platform, self._device, loaded.attention_layers, loaded.backend)
 
     def _warm_up(self, runner: Runner, num_blocks: int) -> None:
         """Runs a prompt and one decoding step in slot 0, with random sampling, and frees the slot."""

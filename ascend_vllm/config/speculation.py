@@ -1,0 +1,81 @@
+"""Speculative decoding's section of the configuration."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from ascend_vllm.config.model import ModelConfig
+
+
+class SpeculativeMethod(enum.StrEnum):
+    """Where drafts come from."""
+
+    # what followed an earlier occurrence of the last tokens
+    NGRAM = "ngram"
+    # a smaller model with the same vocabulary
+    DRAFT_MODEL = "draft_model"
+    # a head of one layer that continues the model's hidden states
+    EAGLE = "eagle"
+    # the same with hidden states of three layers and a smaller vocabulary
+    EAGLE3 = "eagle3"
+
+
+class AcceptanceMethod(enum.StrEnum):
+    """Rules by which drafts are accepted."""
+
+    # a draft is accepted if it is the token that the model samples in its place
+    EXACT = "rejection_sampler"
+    # a draft is accepted if the model finds it likely enough, see `SpeculativeConfig.posterior_threshold`
+    TYPICAL = "typical_acceptance_sampler"
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True):
+    """How tokens are drafted and accepted.
+
+    Attributes:
+        method: where drafts come from.
+        num_speculative_tokens: most drafts of a row in a step, 1 or more.
+        draft: the draft model, or the EAGLE head; None with n-grams.
+        draft_quantization: --quantization of the draft model.
+        prompt_lookup_min: fewest last tokens that are looked up, with n-grams; 1 or more.
+        prompt_lookup_max: most of them, not below.
+        pads_drafts: n-gram drafts that reach the end of the text are filled up with its last token, as in vLLM
+            0.6.3; otherwise there are fewer.
+        max_model_len: longest sequence, in tokens, with drafts; longer ones go on without.
+        acceptance: rule by which drafts are accepted.
+        posterior_threshold: with `TYPICAL`, a draft is accepted if its probability is above the smaller of this and
+            `posterior_alpha` * exp(-entropy).
+        posterior_alpha: see there.
+        disables_logprobs: tokens of requests with drafts are reported with log-probability 0, as in vLLM 0.6.3.
+        disable_by_batch_size: requests that begin while so many run have no drafts; None: measurements decide when
+            drafts pay.
+    """
+
+    method: SpeculativeMethod
+    num_speculative_tokens: int
+    draft: ModelConfig | None = None
+    draft_quantization: str | None = None
+    prompt_lookup_min: int = 1
+    prompt_lookup_max: int = 1
+    pads_drafts: bool = False
+    max_model_len: int = 0
+    acceptance: AcceptanceMethod = AcceptanceMethod.EXACT
+    posterior_threshold: float = 0.09
+    posterior_alpha: float = 0.3
+    disables_logprobs: bool = False
+    disable_by_batch_size: int | None = None
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Tokens behind a row's drafts for which KV blocks are allocated, so that the next drafts can be computed."""
+        return 0 if self.draft is None else self.num_speculative_tokens
+
+    @property
+    def needs_last_hidden_state(self) -> bool:
+        """Whether a row needs the hidden state of the token before its first uncomputed one.
+
+        Cached blocks have none: the last block of a cached prefix is computed again.
+        """
+        return self.method in (SpeculativeMethod.EAGLE, SpeculativeMethod.EAGLE3)
