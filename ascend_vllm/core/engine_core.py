@@ -13,6 +13,7 @@ import msgspec
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.core.adapters import AdapterManager
 from ascend_vllm.core.connectors import Connector, Connectors
+from ascend_vllm.core.drafting import Drafting
 from ascend_vllm.core.kv.manager import KVCacheManager
 from ascend_vllm.core.pausing import Pausing
 from ascend_vllm.core.request_queue import QUEUES
@@ -84,6 +85,7 @@ class EngineCore:
             config.model.seed,
             self._connectors,
             num_stages,
+            Drafting(config.speculation),
         )
         # outputs of the steps handed to the workers, oldest first
         self._in_flight: collections.deque[Future[StepOutput]] = collections.deque()

@@ -108,7 +108,11 @@ class Request:
         lora: the LoRA adapter that it asks for.
         row_state: values for the model's layers, by name (`NewRow.state`); set by connectors, never changed in place.
         kind: what is special about its rows.
-        may_run_ahead: `kind.may_run_ahead`, copied for the loops over a step's rows.
+        may_run_ahead: whether its next step may be made before the tokens of the last one are known: `kind` and
+            `Drafting` decide.
+        drafts: of its next tokens, for its next step.
+        num_drafts: drafts in the step under way.
+        drafts_up_to: most tokens of prompt and output with which it has drafts; 0: it never has.
         max_num_tokens: tokens of prompt and output at which it ends with LENGTH.
         seed: key of its random numbers, 0 … 2**63-1. A draw depends only on this and the token's position, so that a
             preempted request continues with the same random numbers.
@@ -130,6 +134,8 @@ class Request:
         "block_ids",
         "content_keys",
         "cpu_block_ids",
+        "drafts",
+        "drafts_up_to",
         "end_ids",
         "eos_token_id",
         "first_scheduled_time",
@@ -143,6 +149,7 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_counted_prompt_tokens",
+        "num_drafts",
         "num_pending_tokens",
         "num_preemptions",
         "num_prompt_logprobs",
@@ -180,6 +187,9 @@ class Request:
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         self.slot = NO_SLOT
+        self.drafts: list[int] = []
+        self.num_drafts = 0
+        self.drafts_up_to = 0
         self.block_ids: list[int] = []
         self.cpu_block_ids: list[int] = []
         self.block_hashes: list[bytes] = []
@@ -364,6 +374,7 @@ class RowKind:
 
     Attributes:
         may_run_ahead: whether its next step may be made before the tokens of the last one are known.
+        may_draft: whether its rows may have drafts.
         is_masked: whether its rows sample with bitmasks (`fill_bitmasks`).
         title: subject of a log message about such a request.
         reads_prefix_cache: whether cached tokens of its prompt need not be computed.
@@ -373,6 +384,7 @@ class RowKind:
     """
 
     may_run_ahead = True
+    may_draft = True
     is_masked = False
     title = "A request"
     reads_prefix_cache = True
@@ -400,7 +412,7 @@ class RowKind:
         """A request's rows, which it does not have any more afterwards."""
         return self.rows_of(request)
 
-    def tokens_wanted(self, row: Request, most: int) -> int:  # noqa: ARG002 - for kinds that want more
+    def tokens_wanted(self, row: Request, most: int) -> int:
         """Tokens that a decoding row should compute next: the one that it misses, and drafts after it.
 
         Called only for rows that may not run ahead; others compute one token.
@@ -412,14 +424,14 @@ class RowKind:
         Returns:
             1 … most. The row gets one if blocks are short.
         """
-        return 1
+        return min(1 + len(row.drafts), most)
 
     def drafts(self, row: Request, count: int) -> list[int]:
         """The first `count` drafts of a row that computes more than one token: token ids.
 
         `take` gets what is sampled at their positions, up to and including the first that differs from its draft.
         """
-        raise NotImplementedError(f"{type(self).__name__} wants {count} more tokens for {row} and has no drafts")
+        return row.drafts[:count]
 
     def blocks_to_write(self, row: Request, count: int, block_size: int) -> range:  # noqa: ARG002
         """Blocks that a row's next tokens are written to and that may be shared, so that they must be copied first.
@@ -459,10 +471,13 @@ class RowKind:
         """
         return row.append_output(token_ids)
 
-    def fill_bitmasks(self, rows: Sequence[Request]) -> npt.NDArray[np.int32]:
-        """Bitmasks of the tokens that a step's G masked rows may sample, [G, ceil(V / 32)]: see `SchedulerOutput`.
+    def fill_bitmasks(self, rows: Sequence[tuple[Request, Sequence[int]]]) -> npt.NDArray[np.int32]:
+        """Bitmasks of the tokens that a step's masked rows may sample, [G, ceil(V / 32)]: see `SchedulerOutput`.
 
         Called on the first row's kind.
+
+        Args:
+            rows: each with its drafts in the step. It has a mask for its next token, and one behind each draft.
         """
         raise NotImplementedError(f"{type(self).__name__} has no masks for {len(rows)} rows")
 

@@ -19,6 +19,8 @@ class Pooled(RowKind):
         params: whether the prefix cache may be read.
     """
 
+    may_draft = False
+
     def __init__(self, params: PoolingParams) -> None:
         self.reads_prefix_cache = not params.skip_reading_prefix_cache
 

@@ -31,6 +31,7 @@ from typing import Any
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.core.admission import Admission
 from ascend_vllm.core.connectors import Connectors
+from ascend_vllm.core.drafting import Drafting
 from ascend_vllm.core.kv.manager import KVCacheManager, NoFreeBlocksError
 from ascend_vllm.core.preemption import Preemption
 from ascend_vllm.core.prompt_chunks import ChunkSizeController
@@ -66,6 +67,7 @@ class Scheduler:
         seed: of the generator of seeds for requests without one.
         connectors: what requests wait for before they are queued.
         num_stages: pipeline stages that compute different steps at the same time.
+        drafting: None: rows have drafts only if their kinds have.
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class Scheduler:
         seed: int,
         connectors: Connectors,
         num_stages: int = 1,
+        drafting: Drafting | None = None,
     ) -> None:
         self.config = config
+        self._drafting = drafting or Drafting(None)
         self.connectors = connectors
         self.kv_cache = kv_cache
         self.waiting = waiting
@@ -135,6 +139,7 @@ class Scheduler:
         for field, make_kind in ROW_KINDS.items():
             if (value := getattr(message, field)) is not None:
                 request.kind = make_kind(request, value, self._max_model_len)
+        self._drafting.enrol(request, len(self.rows.running))
         try:
             if any(field(request) for field in self.connectors.fields) and not self.connectors.begin(request):
                 request.transition(RequestStatus.WAITING_FOR_CONNECTOR)
@@ -272,6 +277,9 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if no row can compute. Its tokens count as computed from now on."""
+        if self._in_flight and self._drafting.max_drafts:
+            # the rows' next tokens are not known, and apart from them new ones would stay in steps of their own
+            return None
         now = time.monotonic()
         self._end_expired(now)
         if self.connectors.waiting:
@@ -302,6 +310,7 @@ class Scheduler:
             return None
         self._step_id += 1
         step = builder.finish()
+        step.max_drafts = self._drafting.max_drafts
         self.rows.add_updates(step)
         self._in_flight.append(builder.in_flight)
         return step
@@ -352,9 +361,12 @@ class Scheduler:
                 continue
             wanted = end + lookahead
             if not may_run_ahead:
-                most = min(budget, request.max_num_tokens - end) if drafts_fit else 1
-                num_drafts = request.kind.tokens_wanted(request, most) - 1
-                wanted = end + num_drafts
+                num_drafts, wanted = 0, end
+                if drafts_fit:
+                    # each of the rows behind it gets a token
+                    most = min(budget + index + 1 - len(running), request.max_num_tokens - end)
+                    num_drafts = request.kind.tokens_wanted(request, max(most, 1)) - 1
+                    wanted = end + num_drafts + self._drafting.num_lookahead_tokens
                 if not self._make_writable(step, request, num_drafts + 1):
                     if not self._make_room(builder):
                         return 0
@@ -367,7 +379,7 @@ class Scheduler:
             if block_ids is None:
                 if lookahead:
                     lookahead = 0
-                elif not may_run_ahead and num_drafts:
+                elif not may_run_ahead and wanted > end:
                     # they are not worth a preemption
                     drafts_fit = False
                 elif not self._make_room(builder):
@@ -381,11 +393,13 @@ class Scheduler:
             request.num_computed_tokens = end
             request.num_pending_tokens = pending + 1
             if not may_run_ahead:
-                if request.kind.is_masked:
-                    builder.masked.append(request)
+                drafts: list[int] = []
                 if num_drafts:
-                    builder.add_drafts(request, request.kind.drafts(request, num_drafts))
+                    drafts = request.kind.drafts(request, num_drafts)
+                    builder.add_drafts(request, drafts)
                     budget -= num_drafts
+                if request.kind.is_masked:
+                    builder.masked.append((request, drafts))
                 drafts_fit = True
             budget -= 1
             index += 1
@@ -483,7 +497,8 @@ class Scheduler:
         num_columns = output.sampled_token_ids.shape[1]
         # rows whose drafts were rejected, or beside rows with drafts
         has_shorter = num_columns > 1 and bool((output.sampled_token_ids[:, -1] < NO_TOKEN).any())
-        for index, request in enumerate(made.sampling_rows(output.slots.tolist())):
+        sampling_rows = made.sampling_rows(output.slots.tolist())
+        for index, request in enumerate(sampling_rows):
             if request.slot == NO_SLOT:
                 # aborted, or ended by an earlier step
                 continue
@@ -504,6 +519,8 @@ class Scheduler:
                 count = taken
             num_generated += count
             result = EngineCoreOutput(request.request_id, token_ids if count == num_columns else token_ids[:count])
+            if request.num_drafts:
+                self._count_drafts(request, result)
             if is_first:
                 result.first_scheduled_time = request.first_scheduled_time
                 result.num_cached_tokens = request.num_cached_tokens
@@ -525,6 +542,7 @@ class Scheduler:
             elif self.rows.num_stages > 1:
                 self.rows.send_sampled(request, token_ids)
             outputs.append(result)
+        self._drafting.take(sampling_rows, output)
         if any_finished:
             self.rows.drop_finished()
         for root in roots.values():
@@ -532,6 +550,12 @@ class Scheduler:
             if group_step is not None:
                 num_generated += self._advance(root, group_step, outputs)
         return num_generated
+
+    def _count_drafts(self, request: Request, result: EngineCoreOutput) -> None:
+        """Counts the drafts of a row's last step, all that come before its last new token as right ones."""
+        result.num_drafts, request.num_drafts = request.num_drafts, 0
+        result.num_accepted_drafts = max(0, len(result.new_token_ids) - 1)
+        self._drafting.count(result.num_drafts, result.num_accepted_drafts)
 
     def _end_with_results(
         self, made: StepInFlight, results: Sequence[RowResult], outputs: list[EngineCoreOutput]
@@ -595,6 +619,7 @@ class Scheduler:
             cpu_cache_usage=kv_cache.cpu_pool.usage,
             num_prefix_queries=kv_cache.num_prefix_queries,
             num_prefix_hits=kv_cache.num_prefix_hits,
+            drafts=self._drafting.stats,
         )
 
     def is_clean(self) -> bool:

@@ -105,7 +105,7 @@ class StepBuilder:
         is_mixed: as given.
         step: the step so far.
         in_flight: what is kept of it until its outputs arrive.
-        masked: rows that sample with a bitmask.
+        masked: rows that sample with bitmasks, and their drafts.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class StepBuilder:
         self.is_mixed = is_mixed
         self.step = SchedulerOutput(step_id, [], [], [], [], [])
         self.in_flight = StepInFlight(self.step.slots, [], made_at)
-        self.masked: list[Request] = []
+        self.masked: list[tuple[Request, Sequence[int]]] = []
         self._config = config
         self._kv_cache = kv_cache
         self._num_waiting = num_waiting
@@ -157,7 +157,7 @@ class StepBuilder:
         if row.num_missing_tokens == 0:
             row.num_pending_tokens += 1
             if row.kind.is_masked:
-                self.masked.append(row)
+                self.masked.append((row, ()))
         if count > 1:
             self.in_flight.num_chunk_tokens += count
             self.in_flight.num_chunk_pairs += count * (2 * row.num_computed_tokens - count) // 2
@@ -167,6 +167,7 @@ class StepBuilder:
 
     def add_drafts(self, row: Request, token_ids: list[int]) -> None:
         """Schedules drafts of the row that was added last."""
+        row.num_drafts = len(token_ids)
         self.step.drafts.append((row.slot, token_ids))
         self.step.num_scheduled_tokens[-1] += len(token_ids)
         row.num_computed_tokens += len(token_ids)
@@ -192,8 +193,8 @@ class StepBuilder:
                 row.num_computed_tokens += further
                 row.num_pending_tokens += further
         if self.masked:
-            self.step.constrained_slots = [row.slot for row in self.masked]
-            self.step.bitmask = self.masked[0].kind.fill_bitmasks(self.masked)
+            self.step.constrained_slots = [row.slot for row, drafts in self.masked for _ in range(1 + len(drafts))]
+            self.step.bitmask = self.masked[0][0].kind.fill_bitmasks(self.masked)
         self.step.block_moves = self._kv_cache.take_moves()
         return self.step
 

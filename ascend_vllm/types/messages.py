@@ -198,6 +198,9 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
     pooled: PooledData | None = None
     # how often the sequence has been preempted so far
     num_preemptions: int = 0
+    # drafts that the step has verified, and how many of the new tokens were among them
+    num_drafts: int = 0
+    num_accepted_drafts: int = 0
 
     def one_token(self, position: int) -> EngineCoreOutput:
         """One of several tokens as an output of its own; the last one has the finish reason."""
@@ -210,6 +213,18 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, gc=False, omit_defaults=
             self.stop_reason if is_last else None,
             error=self.error if is_last else None,
         )
+
+
+class DraftStats(msgspec.Struct, array_like=True, gc=False):
+    """What became of drafts, in totals since the start."""
+
+    # steps of rows with drafts
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    # tokens that were emitted and had been drafted
+    num_accepted_tokens: int = 0
+    # [k] of them those that were a row's first draft in a step, its second, …
+    num_accepted_at: list[int] = []
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
@@ -230,6 +245,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     # tokens looked up in the prefix cache, and those found
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
+    # None: without speculative decoding
+    drafts: DraftStats | None = None
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=True, gc=False):

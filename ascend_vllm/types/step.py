@@ -116,7 +116,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     # tokens (parameters, blocks, everything), followed by this token instead of what it sampled last (beam search).
     # The source may be the slot itself; if it is another one, that one is forked from itself in the same step.
     forks: list[tuple[int, int, int]] = []
-    # [G] slots of sampling rows whose next token is constrained; there are none with num_steps above 1
+    # [G] slots of sampling rows whose next token is constrained, and once more for each of their drafts, in order;
+    # there are none with num_steps above 1
     constrained_slots: list[int] = []
     # [G, ceil(V / 32)] int32: of each of them the tokens it may get; bit t % 32 of word t // 32 is token t's.
     # None if there are none.

@@ -36,6 +36,7 @@ class Beam(RowKind):
     """
 
     may_run_ahead = False
+    may_draft = False
     title = "A beam search"
     prefers_swapping = True
 

@@ -45,7 +45,7 @@ class LLGuidance(Grammar):
         # consuming tokens that do not match would put the matcher into a permanent error state
         if self.matcher.validate_tokens(ids) < len(ids) or not self.matcher.consume_tokens(ids):
             return False
-        self._num_accepted += len(ids)
+        self.num_accepted += len(ids)
         return True
 
     def fill_bitmask(self, row: Bitmask) -> None:

@@ -88,7 +88,7 @@ class XGrammar(Grammar):
             if not self.matcher.accept_token(token_id):
                 self.matcher.rollback(count)
                 return False
-        self._num_accepted += len(token_ids)
+        self.num_accepted += len(token_ids)
         return True
 
     def fill_bitmask(self, row: Bitmask) -> None:

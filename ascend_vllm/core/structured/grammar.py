@@ -30,13 +30,15 @@ class Grammar(abc.ABC):
     Args:
         matcher: the library's.
         num_tokens: V.
+
+    Attributes:
+        num_accepted: tokens that it has accepted.
     """
 
     def __init__(self, matcher: Any, num_tokens: int) -> None:
         self.matcher = matcher
         self._num_tokens = num_tokens
-        # counted by `accept_tokens`
-        self._num_accepted = 0
+        self.num_accepted = 0
 
     @abc.abstractmethod
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
@@ -56,10 +58,10 @@ class Grammar(abc.ABC):
         Raises:
             ValueError: fewer tokens were accepted.
         """
-        if num_tokens > self._num_accepted:
-            raise ValueError(f"cannot roll back {num_tokens} tokens, {self._num_accepted} were accepted")
+        if num_tokens > self.num_accepted:
+            raise ValueError(f"cannot roll back {num_tokens} tokens, {self.num_accepted} were accepted")
         self._rollback(num_tokens)
-        self._num_accepted -= num_tokens
+        self.num_accepted -= num_tokens
 
     @abc.abstractmethod
     def _rollback(self, num_tokens: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -155,25 +156,59 @@ class OutputConstraint(RowKind):
             row.kind = PLAIN  # nothing is masked any more
         return count
 
-    def fill_bitmasks(self, rows: Sequence[Request]) -> Bitmask:
-        """See `RowKind`: all masks of a step at once, which libraries share among threads."""
-        constraints = [row.kind for row in rows if isinstance(row.kind, OutputConstraint)]
-        bitmask = np.zeros((len(constraints), self._vocabulary.num_words), np.int32)
-        by_backend: dict[GrammarBackend, list[int]] = {}
-        for index, constraint in enumerate(constraints):
+    def tokens_wanted(self, row: Request, most: int) -> int:
+        """See `RowKind`: drafts up to the first that cannot be sampled, or ends the text."""
+        drafts = row.drafts[: most - 1]
+        return 1 + sum(1 for _ in self._preview(drafts)) if drafts else 1
+
+    def fill_bitmasks(self, rows: Sequence[tuple[Request, Sequence[int]]]) -> Bitmask:
+        """See `RowKind`: the first masks of all rows at once, which libraries share among threads."""
+        constrained = [
+            (row.kind, row.num_tokens, drafts) for row, drafts in rows if isinstance(row.kind, OutputConstraint)
+        ]
+        ends = list(itertools.accumulate(1 + len(drafts) for _, _, drafts in constrained))
+        bitmask = np.zeros((ends[-1], self._vocabulary.num_words), np.int32)
+        by_backend: dict[GrammarBackend, list[tuple[OutputConstraint, int]]] = {}
+        firsts = [end - len(drafts) - 1 for (_, _, drafts), end in zip(constrained, ends, strict=True)]
+        for (constraint, _, _), first in zip(constrained, firsts, strict=True):
             if not constraint.is_waiting:
-                by_backend.setdefault(constraint.backend, []).append(index)
-        for backend, indices in by_backend.items():
-            _fill_rows(backend, [constraints[index] for index in indices], bitmask, indices)
-        for index, (constraint, row) in enumerate(zip(constraints, rows, strict=True)):
-            constraint.finish_bitmask(bitmask[index], row.num_tokens)
+                by_backend.setdefault(constraint.backend, []).append((constraint, first))
+        for backend, group in by_backend.items():
+            _fill_rows(backend, group, bitmask)
+        for (constraint, num_tokens, drafts), first in zip(constrained, firsts, strict=True):
+            constraint.finish_bitmask(bitmask[first], num_tokens)
+            for count in constraint._preview(drafts):
+                place = first + count
+                if not constraint.is_waiting:
+                    _fill_rows(constraint.backend, [(constraint, place)], bitmask)
+                constraint.finish_bitmask(bitmask[place], num_tokens + count)
         return bitmask
+
+    def _preview(self, drafts: Sequence[int]) -> Iterator[int]:
+        """Advances by drafts as long as they can be sampled and do not end the text, and goes back at the end.
+
+        Yields:
+            1, 2, … after each of them.
+        """
+        waiting = self.is_waiting, self._tail, self._num_left, self._mark_ids.copy(), self._opener, self._head
+        num_accepted = self.grammar.num_accepted if self._has_grammar else 0
+        try:
+            for count, token_id in enumerate(drafts, 1):
+                if token_id in self._end_ids or not 0 <= token_id < self._vocabulary.size:
+                    return
+                if not self.accept(token_id, is_draft=True):
+                    return
+                yield count
+        finally:
+            self.is_waiting, self._tail, self._num_left, self._mark_ids, self._opener, self._head = waiting
+            if self._has_grammar:
+                self.grammar.rollback(self.grammar.num_accepted - num_accepted)
 
     def failure(self, token_ids: list[int]) -> str:
         return super().failure(token_ids) if NO_TOKEN in token_ids else _GRAMMAR_FAILED
 
-    def accept(self, token_id: int) -> bool:
-        """Advances by a sampled token; False if the grammar does not allow it as a continuation."""
+    def accept(self, token_id: int, *, is_draft: bool = False) -> bool:
+        """Advances by a sampled token, or by a draft; False if the grammar does not allow it as a continuation."""
         if self.is_waiting:
             self._wait(token_id)
             return True
@@ -181,7 +216,8 @@ class OutputConstraint(RowKind):
             return False
         started = time.thread_time()
         is_accepted = self.grammar.accept_tokens([token_id])
-        self.budget_s = min(self.budget_s + _TOKEN_S, _BURST_S)
+        if not is_draft:
+            self.budget_s = min(self.budget_s + _TOKEN_S, _BURST_S)
         self.charge(time.thread_time() - started)
         return is_accepted and self.budget_s >= 0
 
@@ -230,17 +266,15 @@ def _set_bits(bits: np.ndarray, token_ids: Iterable[int], value: bool) -> None:
             bits[id_ // 32] &= ~bit
 
 
-def _fill_rows(
-    backend: GrammarBackend, constraints: Sequence[OutputConstraint], bitmask: Bitmask, rows: Sequence[int]
-) -> None:
-    """Fills the rows of a backend's grammars and charges the time to them.
+def _fill_rows(backend: GrammarBackend, group: Sequence[tuple[OutputConstraint, int]], bitmask: Bitmask) -> None:
+    """Fills the rows, [G, W], of a backend's grammars, given with the index of each, and charges the time to them.
 
     Rows are filled as a batch by several threads, which does not show how long each one took. A batch that took long
     is charged to its rows in equal shares, until their budgets are so low that they are timed individually.
     """
     batch = []
-    for constraint, row in zip(constraints, rows, strict=True):
-        if len(rows) == 1 or constraint.budget_s < _TIMED_BELOW_S:
+    for constraint, row in group:
+        if len(group) == 1 or constraint.budget_s < _TIMED_BELOW_S:
             started = time.thread_time()
             constraint.grammar.fill_bitmask(bitmask[row])
             constraint.charge(time.thread_time() - started)
