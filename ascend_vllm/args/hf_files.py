@@ -23,6 +23,8 @@ from ascend_vllm.model_files import is_there, needs_trust, one_line, read_json, 
 
 _DEFAULT_ROPE_THETA = 10000.0
 
+# of EAGLE heads in the layout of vLLM 0.6, around the config of the head
+_CONVERTED_HEAD = "eagle"
 _DROPPED = ("transformers_version", "_name_or_path")
 # used by classification heads only, and may be large
 _DROPPED_WITHOUT_HEAD = ("id2label", "label2id")
@@ -161,6 +163,8 @@ def read_hf_config(
     if not is_there(path):
         raise ModelLoadError(f"{directory} has no config.json; it must be a model in Hugging Face layout")
     raw = read_json(path, dict)
+    if raw.get("model_type") == _CONVERTED_HEAD and isinstance(raw.get("model"), dict):
+        raw = raw["model"]
     model_type, auto_map = raw.get("model_type"), raw.get("auto_map")
     if not isinstance(auto_map, dict | None):
         raise ModelLoadError(f"{path}: 'auto_map' must be an object, got {shown(auto_map)}")

@@ -179,6 +179,23 @@ class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
     value_width: int
 
 
+class EagleConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What an EAGLE head has beside its decoder layer (Y. Li et al., 2024 and 2025).
+
+    Attributes:
+        draft_vocab_size: entries of the vocabulary that an EAGLE-3 head drafts.
+        target_hidden_size: width of the target's residual stream.
+        target_layers: layers of the target whose inputs an EAGLE-3 head reads, counted from 0; empty: the third, the
+            middle one and the third last.
+        norm_before_residual: the normalised state goes on in the residual, not the state itself.
+    """
+
+    draft_vocab_size: int
+    target_hidden_size: int
+    target_layers: tuple[int, ...] = ()
+    norm_before_residual: bool = False
+
+
 class LayerPlan(msgspec.Struct, frozen=True):
     """One decoder layer.
 
@@ -250,6 +267,7 @@ class ArchConfig(msgspec.Struct, frozen=True, kw_only=True):
         dtype: of the checkpoint.
         eos_token_ids: tokens that end a text; None: config.json names none.
         quantization: how the checkpoint's weights are quantized; None: they are not.
+        eagle: of an EAGLE head; None: it is a whole model.
         extra: what a reader of another package keeps for its own model; plain values.
     """
 
@@ -296,6 +314,7 @@ class ArchConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] | None = None
     quantization: QuantizationConfig | None = None
+    eagle: EagleConfig | None = None
     extra: dict[str, Any] = {}
 
     @classmethod
@@ -565,6 +584,8 @@ READERS: dict[str, ArchReader | str] = {
     "ChatGLMModel": f"{_FAMILIES}:read_chatglm",
     "DeepseekV2ForCausalLM": f"{_FAMILIES}:read_deepseek_v2",
     "DeepseekV3ForCausalLM": f"{_FAMILIES}:read_deepseek_v3",
+    "Eagle3LlamaForCausalLM": f"{_FAMILIES}:read_eagle",
+    "EagleLlamaForCausalLM": f"{_FAMILIES}:read_eagle",
     "FalconForCausalLM": f"{_FAMILIES}:read_falcon",
     "Gemma2ForCausalLM": f"{_FAMILIES}:read_gemma2",
     "Gemma3ForCausalLM": f"{_FAMILIES}:read_gemma3",

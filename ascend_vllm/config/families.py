@@ -16,6 +16,7 @@ from ascend_vllm.config.arch import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
     ArchConfig,
+    EagleConfig,
     ExpertsConfig,
     LatentConfig,
     LayerPlan,
@@ -26,6 +27,7 @@ from ascend_vllm.config.arch import (
     read_rope,
     yarn_magnitude,
 )
+from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.types.kv_cache import LATENT, KVCachePlan
 
 # the head of Baichuan 2 is normalised, that of the first version is not; nothing else tells them apart
@@ -456,3 +458,24 @@ def _read_deepseek(hf_config: Mapping[str, Any], **routing: Any) -> ArchConfig:
 
 def _with_experts(plans: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
     return tuple(msgspec.structs.replace(plan, mlp="experts") for plan in plans)
+
+
+# of EAGLE-3.1 and other heads that compute something else
+_OTHER_EAGLES = ("fc_norm", "norm_output", "norm_before_fc", "parallel_drafting")
+
+
+def read_eagle(hf_config: Mapping[str, Any]) -> ArchConfig:
+    """An EAGLE head: a Llama layer, whatever the target's family is."""
+    unknown = [name for name in _OTHER_EAGLES if hf_config.get(name)]
+    if unknown:
+        raise ModelLoadError(f"config.json: EAGLE heads with {unknown[0]} are not supported")
+    stated = hf_config.get("eagle_config") or {}
+    eagle = EagleConfig(
+        draft_vocab_size=int(hf_config.get("draft_vocab_size") or hf_config["vocab_size"]),
+        target_hidden_size=int(hf_config.get("target_hidden_size") or hf_config["hidden_size"]),
+        target_layers=tuple(stated.get("eagle_aux_hidden_state_layer_ids") or ()),
+        norm_before_residual=bool(hf_config.get("norm_before_residual", False)),
+    )
+    qkv_bias = bool(hf_config.get("qkv_bias") or hf_config.get("attention_bias"))
+    layers = layer_plans(hf_config)
+    return read_decoder(hf_config, layers=layers, qkv_bias=qkv_bias, tie_word_embeddings=False, eagle=eagle)

@@ -275,11 +275,18 @@ class RowParallelLinear(Linear):
 
 
 class ReplicatedLinear(Linear):
-    """One matrix without a bias, whole on every rank."""
+    """One matrix, whole on every rank.
 
-    def __init__(self, context: BuildContext, prefix: str, in_features: int, out_features: int) -> None:
+    Args:
+        prefix: name in the checkpoint.
+        bias: whether there is one.
+    """
+
+    def __init__(
+        self, context: BuildContext, prefix: str, in_features: int, out_features: int, *, bias: bool = False
+    ) -> None:
         output = LinearOutput(prefix, out_features, Shard(0, out_features))
-        super().__init__(context, prefix, [output], in_features, bias=False)
+        super().__init__(context, prefix, [output], in_features, bias=bias)
 
 
 class Router(ReplicatedLinear):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -201,10 +201,24 @@ _MLPS: dict[str, type[GatedMLP | PlainMLP | MoE]] = {"plain": PlainMLP, "experts
 
 
 class RotaryAttention(Layer):
-    """Grouped-query attention with rotary positions or ALiBi; query, key and value in one GEMM."""
+    """Grouped-query attention with rotary positions or ALiBi; query, key and value in one GEMM.
+
+    Args:
+        prefix: name of the module.
+        cache_index: of the layer's cache in `ForwardContext.kv_caches`.
+        plan: of the layer.
+        input_size: width of the input; None: that of the residual stream.
+    """
 
     def __init__(
-        self, arch: ArchConfig, context: BuildContext, prefix: str, cache_index: int, plan: LayerPlan
+        self,
+        arch: ArchConfig,
+        context: BuildContext,
+        prefix: str,
+        cache_index: int,
+        plan: LayerPlan,
+        *,
+        input_size: int | None = None,
     ) -> None:
         hidden, head_size = arch.hidden_size, arch.head_size
         if arch.num_heads % arch.num_kv_heads:
@@ -215,7 +229,7 @@ class RotaryAttention(Layer):
         self.qkv_proj = QKVParallelLinear(
             context,
             prefix,
-            hidden,
+            input_size or hidden,
             head_size,
             arch.num_heads,
             arch.num_kv_heads,
@@ -355,6 +369,7 @@ class CausalLM(Layer, abc.ABC):
         ignored_weights: checkpoint tensors that the model does not need, as regular expressions over whole names.
         pooler: of a pooling model, instead of the LM head.
         num_weights: numbers in the weights of this stage and rank, set when they are loaded.
+        embed_tokens: token embedding; None: this stage has none.
 
     Raises:
         ModelLoadError: config.json has an unsupported value.
@@ -367,6 +382,7 @@ class CausalLM(Layer, abc.ABC):
     ignored_weights: tuple[str, ...] = (r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)",)
     pooler: Pooler | None = None
     num_weights: int = 0
+    embed_tokens: VocabParallelEmbedding | None = None
 
     @abc.abstractmethod
     def __init__(self, config: ModelConfig, context: BuildContext) -> None: ...
@@ -443,6 +459,17 @@ class CausalLM(Layer, abc.ABC):
             `ForwardBatch.output_indices` instead.
         """
 
+    def report_states(self, layers: Sequence[int]) -> None:  # noqa: ARG002 - of classes that can
+        """Makes `forward` report the residual stream in front of some layers (EAGLE-3), beside its own result.
+
+        Args:
+            layers: n of them, counted from 0; the same one may be there twice.
+
+        Raises:
+            ModelLoadError: this class of models cannot.
+        """
+        raise ModelLoadError(f"EAGLE-3 needs hidden states of layers, which {type(self).__name__} does not report")
+
     def output_states(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, H], rows of the result of `forward` → [S, H] or narrower, the input of heads and poolers."""
         return hidden
@@ -466,9 +493,11 @@ class DecoderForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         arch, parallel = config.arch, context.parallel
         hidden = arch.hidden_size
-        self.embed_tokens: VocabParallelEmbedding | None = None
         if parallel.is_first_stage:
             self.embed_tokens = VocabParallelEmbedding(context, _EMBEDDING, arch.vocab_size, hidden)
+        self._hidden_size = hidden
+        # layers of `report_states`
+        self._reported: tuple[int, ...] = ()
         # rounded as the product of two tensors of the dtype would be
         self._embedding_scale = torch.tensor(arch.embedding_scale, dtype=context.dtype).item()
         self._logit_scale, self._logit_cap = arch.logit_scale, arch.logit_cap
@@ -513,7 +542,10 @@ class DecoderForCausalLM(CausalLM):
         # later stages add zeros by the operator that one worker would use for the sum: its rounding differs, and
         # results must not depend on the number of stages
         x = torch.zeros_like(residual) if self.embed_tokens is None else None
-        for layer in self.decoder_layers:
+        states: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(self.decoder_layers):
+            if index in self._reported:
+                states[index] = residual.clone() if x is None else residual + x
             if layer is self.decoder_layers[-1] and self.norm is not None:
                 context.output_indices = batch.output_indices
             x, residual = layer.forward(x, residual, context)
@@ -521,7 +553,17 @@ class DecoderForCausalLM(CausalLM):
             # the sum is what the next stage's first norm reads
             return residual if x is None else residual.add_(x)
         normed: torch.Tensor = self.norm.forward(residual) if x is None else self.norm.forward_add(x, residual)
-        return normed
+        if not self._reported:
+            return normed
+        return torch.cat([normed, *(context.of_outputs(states[index]) for index in self._reported)], 1)
+
+    def report_states(self, layers: Sequence[int]) -> None:
+        """As `CausalLM.report_states`: `forward` returns [T, H + n*H], its own result first."""
+        self._reported = tuple(layers)
+
+    def output_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `CausalLM.output_states`: without the states that are reported beside."""
+        return hidden[:, : self._hidden_size].contiguous() if self._reported else hidden
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -56,6 +56,12 @@ MODELS: dict[str, str | type[CausalLM]] = {
     "XverseForCausalLM": _SHARED,
 }
 
+# heads that draft for another model and generate nothing by themselves; their config.json does not always say so
+HEADS: dict[str, str] = {
+    "Eagle3LlamaForCausalLM": "ascend_vllm.models.eagle:Eagle3Head",
+    "EagleLlamaForCausalLM": "ascend_vllm.models.eagle:EagleHead",
+}
+
 
 class ModelRegistry:
     """vLLM's way to add architectures from a program, for an engine in the same process (`LLM`).
@@ -107,7 +113,7 @@ def resolve_model_class(architecture: str) -> type[CausalLM]:
     """
     # installed packages are searched only for what the table lacks
     decoder = decoder_architecture(architecture)
-    target = MODELS.get(architecture) or MODELS.get(decoder)
+    target = MODELS.get(architecture) or MODELS.get(decoder) or HEADS.get(architecture)
     if target is None:
         found = plugins.entry_points(ENTRY_POINT_GROUP)
         target = found.get(architecture) or found.get(decoder)

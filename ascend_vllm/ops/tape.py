@@ -22,8 +22,11 @@ from ascend_vllm.ops.registry import NAMESPACE, OPS
 T = TypeVar("T")
 
 
-# element-wise operators of torch, which depend on nothing but their arguments; few families use them in layers
-_REPEATED = frozenset({"aten::add_", "aten::mul_", "aten::gelu", "aten::relu_"})
+# operators of torch that depend on nothing but their arguments; few families use them in layers, and none but models
+# that report states of layers the last three
+_REPEATED = frozenset(
+    {"aten::add_", "aten::mul_", "aten::gelu", "aten::relu_", "aten::add", "aten::clone", "aten::cat"}
+)
 
 
 class UnrecordableError(Exception):
