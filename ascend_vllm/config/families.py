@@ -460,6 +460,8 @@ def _with_experts(plans: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
     return tuple(msgspec.structs.replace(plan, mlp="experts") for plan in plans)
 
 
+# what config.json of a published EAGLE head names, whatever the target's family
+EAGLE_ARCHITECTURE = "LlamaForCausalLM"
 # of EAGLE-3.1 and other heads that compute something else
 _OTHER_EAGLES = ("fc_norm", "norm_output", "norm_before_fc", "parallel_drafting")
 

@@ -122,6 +122,7 @@ COMMANDS: dict[str, Command] = {
     "run-batch": _program("answer a file of requests", "entrypoints.openai.run_batch"),
     "collect-env": _program("describe this machine for a report", "tools.collect_env"),
     "doctor": _program("check what a model on an Ascend NPU needs", "tools.doctor.cli"),
+    "train-eagle": _program("train an EAGLE head for speculative decoding", "tools.train_eagle.cli"),
     "sim-run": _program("run a command on simulated Ascend devices", "tools.sim_run"),
     "demo": Command("make the built-in demo model", _add_demo_arguments, _demo),
 }

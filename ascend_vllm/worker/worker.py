@@ -241,10 +241,9 @@ class Worker:
 
     def execute_model(self, step: SchedulerOutput) -> StepOutput:
         """Runs one step; see `ModelRunner.execute`."""
-        if self._runner is None:
-            raise RuntimeError("the worker has no KV cache: call initialize_cache first")
+        runner = self.get_runner()
         self._platform.begin_step(sum(step.num_scheduled_tokens), self.get_model().num_weights)
-        return self._runner.execute(step)
+        return runner.execute(step)
 
     def get_model(self) -> CausalLM:
         """The model.
@@ -253,6 +252,21 @@ class Worker:
             RuntimeError: the weights are not loaded.
         """
         return self._model_in_use.model
+
+    @property
+    def device(self) -> torch.device:
+        """Of the model."""
+        return self._device
+
+    def get_runner(self) -> Runner:
+        """What runs the steps.
+
+        Raises:
+            RuntimeError: there is no KV cache.
+        """
+        if self._runner is None:
+            raise RuntimeError("the worker has no KV cache: call initialize_cache first")
+        return self._runner
 
     def apply_model(self, function: Callable[[CausalLM], Any]) -> Any:
         """Calls a function with the model, and returns its result."""
