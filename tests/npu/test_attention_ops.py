@@ -170,6 +170,14 @@ def packed_again(out: Tensor, layout: str) -> Tensor:
     return out.flatten(0, 1)
 
 
+def split_prefix(half: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """The first sequence's first seven tokens with NaN behind them, and what follows the seven in all sequences."""
+    axis = 2 if layout.startswith("BNSD") else 1
+    prefix = half[:1].narrow(axis, 0, 9).clone()
+    prefix.narrow(axis, 7, 2).fill_(torch.nan)
+    return prefix, half.narrow(axis, 7, 13).contiguous()
+
+
 class TestBatchedLayouts:
     @pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_BNSD", "BSND_BNSD"])
     def test_layouts(self, layout: str, triangle: Tensor) -> None:
@@ -293,6 +301,52 @@ class TestBatchedLayouts:
         for half, scale, offset in zip(halves, scales, offsets, strict=True):
             half.copy_((half.float() + offset.float()) * scale.float())
         sequences.check(packed_again(out.cpu(), layout))
+
+    @pytest.mark.parametrize(
+        ("rows", "layout"), [(1, "BSH"), (1, "BNSD"), (9, "BSH"), (9, "BSND"), (9, "BNSD"), (9, "BNSD_BSND")]
+    )
+    def test_a_shared_prefix(self, rows: int, layout: str, triangle: Tensor) -> None:
+        """Its first seven tokens are in front of the 13 of both sequences; what follows them is not read."""
+        sequences, query, key, value = batched(rows, 20, layout)
+        shared, own = zip(*(split_prefix(half, layout) for half in (key, value)), strict=True)
+        for half in (sequences.key, sequences.value):
+            half[20:27] = half[:7]
+        out, _ = fused(
+            sequences,
+            query,
+            *own,
+            input_layout=layout,
+            key_shared_prefix=shared[0].npu(),
+            value_shared_prefix=shared[1].npu(),
+            actual_shared_prefix_len=[7],
+            **({"atten_mask": triangle, "sparse_mode": 3} if rows > 1 else {}),
+        )
+        sequences.check(packed_again(out.cpu(), layout))
+
+    def test_a_shared_prefix_in_bytes(self) -> None:
+        sequences, query, _, _ = batched(1, 20, "BNSD")
+        scales = torch.rand(2, 2, 1, 64).half() / 40
+        halves = (sequences.key, sequences.value)
+        shared, own = [], []
+        for half, scale in zip(halves, scales, strict=True):
+            half[20:27] = half[:7]
+            half.copy_((half.float() / scale.float().view(2, 64)).round().clamp(-128, 127))
+            in_front, behind = split_prefix(half.view(2, 20, 2, 64).transpose(1, 2).contiguous(), "BNSD")
+            shared.append(in_front.nan_to_num().to(torch.int8).npu())
+            own.append(behind.to(torch.int8))
+            half.mul_(scale.view(2, 64))
+        out, _ = fused(
+            sequences,
+            query,
+            *own,
+            input_layout="BNSD",
+            key_antiquant_scale=scales[0].npu(),
+            value_antiquant_scale=scales[1].npu(),
+            key_shared_prefix=shared[0],
+            value_shared_prefix=shared[1],
+            actual_shared_prefix_len=[7],
+        )
+        sequences.check(packed_again(out.cpu(), "BNSD"))
 
     def test_a_positional_bias(self) -> None:
         sequences, query, key, value = batched(8, 16, "BNSD")

@@ -35,6 +35,20 @@ PAGED: dict[str, Any] = {
     "actual_seq_lengths_kv": [3, 200],
 }
 NOT_PAGED = {"block_table": None, "block_size": 0}
+# two sequences of eight rows after the first five tokens of a prefix
+AFTER_PREFIX: dict[str, Any] = {
+    "query": half(2, 4, 8, 64),
+    "key": half(2, 2, 20, 64),
+    "value": half(2, 2, 20, 64),
+    "key_shared_prefix": half(1, 2, 7, 64),
+    "value_shared_prefix": half(1, 2, 7, 64),
+    "actual_shared_prefix_len": [5],
+    "atten_mask": TRIANGLE,
+    "sparse_mode": 3,
+    "input_layout": "BNSD",
+    "num_heads": 4,
+    "num_key_value_heads": 2,
+}
 # one token each of two sequences over latents of 512, with a rotary part of 64; eight query heads
 LATENT: dict[str, Any] = {
     "query": half(2, 8, 1, 512),
@@ -103,6 +117,7 @@ CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "fused, bytes": (FUSED, "npu_fused_infer_attention_score", IN_BYTES),
     "fused, channels": (FUSED, "npu_fused_infer_attention_score", IN_BYTES | OF_CHANNELS),
+    "fused, prefix": (FUSED, "npu_fused_infer_attention_score", AFTER_PREFIX),
     "fused, latent": (FUSED, "npu_fused_infer_attention_score", LATENT),
     "fused, packed latent": (FUSED, "npu_fused_infer_attention_score", LATENT_PACKED),
     "latent cache": (
@@ -366,6 +381,43 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any]]]] = {
         (
             "inner_precise",
             {"query": half(2, 4, 1, 64), "sparse_mode": 0, "atten_mask": None, "inner_precise": 2},
+        ),
+    ],
+    "fused, prefix": [
+        ("key_shared_prefix", {"key_shared_prefix": None}),
+        ("value_shared_prefix", {"value_shared_prefix": None}),
+        ("key_shared_prefix", {"key_shared_prefix": half(1, 2, 7, 64).bfloat16()}),
+        ("value_shared_prefix", {"value_shared_prefix": half(1, 2, 7, 64).bfloat16()}),
+        # one for all sequences, with the heads and the size of the keys
+        ("key_shared_prefix", {"key_shared_prefix": half(2, 2, 7, 64)}),
+        ("key_shared_prefix", {"key_shared_prefix": half(1, 4, 7, 64)}),
+        ("key_shared_prefix", {"key_shared_prefix": half(1, 2, 7, 128)}),
+        ("key_shared_prefix", {"key_shared_prefix": half(1, 7, 128)}),
+        ("value_shared_prefix", {"value_shared_prefix": half(1, 2, 6, 64)}),
+        ("actual_shared_prefix_len", {"actual_shared_prefix_len": [8]}),
+        ("actual_shared_prefix_len", {"actual_shared_prefix_len": [-1]}),
+        ("actual_shared_prefix_len", {"actual_shared_prefix_len": [5, 5]}),
+        # rows, keys and the prefix
+        ("atten_mask", {"sparse_mode": 0, "atten_mask": torch.zeros(8, 24, dtype=torch.bool)}),
+        ("pse_shift", {"pse_shift": half(1, 4, 8, 24)}),
+        # not over blocks, nor for tokens one after another
+        (
+            "key_shared_prefix",
+            {"key": half(6, 2, 128, 64), "value": half(6, 2, 128, 64), "actual_seq_lengths_kv": [3, 200]}
+            | {"block_table": PAGED["block_table"], "block_size": 128},
+        ),
+        (
+            "key_shared_prefix",
+            {"query": half(5, 4, 64), "key": half(9, 2, 64), "value": half(9, 2, 64), "input_layout": "TND"}
+            | {f"{half_of_cache}_shared_prefix": half(7, 2, 64) for half_of_cache in ("key", "value")}
+            | {"actual_seq_lengths": [3, 5], "actual_seq_lengths_kv": [3, 9]},
+        ),
+        # one row of query takes 262144 keys in all
+        (
+            "key_shared_prefix",
+            {"query": half(1, 1, 1, 16), "key": half(1, 1, 1, 16), "value": half(1, 1, 1, 16)}
+            | {f"{half_of_cache}_shared_prefix": half(1, 1, 262144, 16) for half_of_cache in ("key", "value")}
+            | {"actual_shared_prefix_len": None, "num_heads": 1, "num_key_value_heads": 1},
         ),
     ],
     "prompt": [

@@ -43,9 +43,11 @@ void put_rows(const at::Tensor& tensor, Axes axes, int64_t sequence, const Span&
 }
 
 at::Tensor key_rows(const AttentionCall& call, const In& tensor, int64_t sequence, const Span& span,
-                    const KvScales& scales = {}) {
+                    const KvScales& scales = {}, const Maybe& prefix = {}) {
   if (!call.paged()) {
-    const at::Tensor rows = rows_of(tensor, call.axes, sequence, span, call.kv_heads);
+    const Span own{span.start, span.length - call.prefix_rows};
+    at::Tensor rows = rows_of(tensor, call.axes, sequence, own, call.kv_heads);
+    if (prefix) rows = at::cat({rows_of(*prefix, call.axes, 0, {0, call.prefix_rows}, call.kv_heads), rows}, 1);
     return scales.scale ? dequantised(call, scales, rows, {}) : rows;
   }
   const CacheShape shape = cache_shape(tensor, call.kv_heads);
@@ -145,8 +147,10 @@ Attended attend_sequence(const AttentionCall& call, int64_t sequence, const Span
     key_rope = key_rows(call, *call.key_rope, sequence, seen);
   }
   const at::Tensor query = joined(rows_of(call.query, call.axes, sequence, own, call.heads), query_rope);
-  const at::Tensor key = joined(key_rows(call, call.key, sequence, seen, call.key_scales), key_rope);
-  const at::Tensor value = key_rows(call, call.value, sequence, seen, call.value_scales).to(at::kFloat);
+  const at::Tensor key =
+      joined(key_rows(call, call.key, sequence, seen, call.key_scales, call.key_prefix), key_rope);
+  const at::Tensor value =
+      key_rows(call, call.value, sequence, seen, call.value_scales, call.value_prefix).to(at::kFloat);
 
   // bfloat16 has no high-performance mode, and a positional bias forces the high-precision one.
   const bool fast = call.query.scalar_type() == at::kHalf && (call.inner_precise & 1) && !call.pse;

@@ -45,6 +45,9 @@ struct AttentionCall {
   // As given.
   In query, key, value;
   Maybe pse, mask, block_table, query_rope, key_rope, sink;
+  // Keys and values in front of those of every sequence, with a batch of one, and how many of them count.
+  Maybe key_prefix, value_prefix;
+  MaybeInts prefix_length;
   MaybeInts query_lengths, kv_lengths;
   KvScales key_scales, value_scales;
   int64_t heads = 0, kv_heads = 0;
@@ -63,14 +66,16 @@ struct AttentionCall {
   // Filled by `resolve`.
   Axes axes = Axes::BSH, out_axes = Axes::BSH;
   int64_t batch = 0;
-  int64_t query_rows = 0;  // S of the layouts with a batch axis, the longest sequence of the others
-  int64_t kv_rows = 0;     // S of key and value, or what a block table can hold
-  int64_t query_dim = 0, value_dim = 0;  // D, without the part that ropes add
-  std::vector<Span> query_spans, kv_spans;
+  int64_t query_rows = 0;   // S of the layouts with a batch axis, the longest sequence of the others
+  int64_t prefix_rows = 0;  // that every sequence has in front
+  int64_t kv_rows = 0;      // S of key and value with the prefix, or what a block table can hold
+  int64_t query_dim = 0, value_dim = 0;     // D, without the part that ropes add
+  std::vector<Span> query_spans, kv_spans;  // those of keys with the prefix
 
   bool paged() const { return block_table.has_value(); }
   bool packed() const { return axes == Axes::TND || axes == Axes::NTD; }
   bool quantised() const { return key_scales.mode >= 0; }
+  bool has_prefix() const { return key_prefix.has_value(); }
   bool has_rope() const { return query_rope.has_value(); }
 };
 

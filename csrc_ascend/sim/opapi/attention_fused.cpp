@@ -249,9 +249,8 @@ AttentionCall call_of(const In& query, const InList& key, const InList& value, c
   return call;
 }
 
-void require_unquantised(const std::vector<Maybe>& tensors, const MaybeInts& shared_prefix) {
+void require_unquantised(const std::vector<Maybe>& tensors) {
   for (const Maybe& tensor : tensors) require_absent(tensor);
-  require(!shared_prefix || shared_prefix->empty(), "actual_shared_prefix_len", "is not simulated");
 }
 
 // aclnnXGetMaxWorkspaceSize: a workspace of that size is allocated before a graph is captured.
@@ -282,8 +281,7 @@ OPERATOR(aclnnFusedInferAttentionScoreV3,
            (void)antiquant_mode;  // of antiquant_scale
            require_unquantised({dequant_scale1, quant_scale1, dequant_scale2, quant_scale2, quant_offset2,
                                 antiquant_scale, antiquant_offset, query_padding_size, kv_padding_size,
-                                key_shared_prefix, value_shared_prefix, key_rope_antiquant_scale},
-                               actual_shared_prefix_len);
+                                key_rope_antiquant_scale});
            AttentionCall call =
                call_of(query, key, value,
                        {num_heads, num_key_value_heads, scale, pre_tokens, next_tokens, input_layout,
@@ -293,6 +291,9 @@ OPERATOR(aclnnFusedInferAttentionScoreV3,
            call.block_table = block_table;
            call.query_rope = query_rope;
            call.key_rope = key_rope;
+           call.key_prefix = key_shared_prefix;
+           call.value_prefix = value_shared_prefix;
+           call.prefix_length = actual_shared_prefix_len;
            call.query_lengths = actual_seq_lengths;
            call.kv_lengths = actual_seq_lengths_kv;
            call.key_scales =
@@ -320,11 +321,9 @@ OPERATOR(aclnnFusedInferAttentionScoreV4,
           MaybeOut softmax_lse),
          {
            (void)antiquant_mode, (void)query_quant_mode;  // of antiquant_scale and dequant_scale_query
-           require_unquantised(
-               {dequant_scale1, quant_scale1, dequant_scale2, quant_scale_out, quant_offset_out,
-                antiquant_scale, antiquant_offset, query_padding_size, kv_padding_size, key_shared_prefix,
-                value_shared_prefix, dequant_scale_key_rope, dequant_scale_query},
-               actual_shared_prefix_len);
+           require_unquantised({dequant_scale1, quant_scale1, dequant_scale2, quant_scale_out, quant_offset_out,
+                                antiquant_scale, antiquant_offset, query_padding_size, kv_padding_size,
+                                dequant_scale_key_rope, dequant_scale_query});
            AttentionCall call =
                call_of(query, key, value,
                        {num_query_heads, num_key_value_heads, softmax_scale, pre_tokens, next_tokens,
@@ -337,6 +336,9 @@ OPERATOR(aclnnFusedInferAttentionScoreV4,
            call.block_table = block_table;
            call.query_rope = query_rope;
            call.key_rope = key_rope;
+           call.key_prefix = key_shared_prefix;
+           call.value_prefix = value_shared_prefix;
+           call.prefix_length = actual_shared_prefix_len;
            call.sink = learnable_sink;
            call.query_lengths = actual_seq_qlen;
            call.kv_lengths = actual_seq_kvlen;

@@ -1,6 +1,7 @@
 // Layouts, lengths and block tables of attention calls.
 #include <algorithm>
 #include <map>
+#include <tuple>
 
 #include "sim/opapi/attention.h"
 
@@ -192,6 +193,45 @@ void resolve_paged_lengths(AttentionCall& call) {
   call.kv_spans = from_lengths(call.kv_lengths, call.batch, call.kv_rows, name);
 }
 
+// The prefix counts in the lengths of keys, and so in masks and biases.
+void resolve_prefix(AttentionCall& call) {
+  if (!call.key_prefix && !call.value_prefix) return;
+  require(call.key_prefix.has_value(), "key_shared_prefix", "must be given together with value_shared_prefix");
+  require(call.value_prefix.has_value(), "value_shared_prefix",
+          "must be given together with key_shared_prefix");
+  const In& key = *call.key_prefix;
+  const In& value = *call.value_prefix;
+  require(!call.packed(), key.name, "is not supported in the layout " + call.layout);
+  require(!call.paged(), key.name, "does not go with a block table");
+  require(!call.has_rope(), key.name, "does not go with query_rope");
+  for (const auto& [prefix, own, dim] :
+       {std::tuple(&key, &call.key, call.query_dim), std::tuple(&value, &call.value, call.value_dim)}) {
+    prefix->like(*own).dense();
+    const Extent extent = extent_of(*prefix, call.axes, call.kv_heads);
+    require(extent.batch == 1 && extent.heads == call.kv_heads && extent.dim == dim, prefix->name,
+            "shape " + shape_text(prefix->sizes()) + " does not go with " + own->name + " " +
+                shape_text(own->sizes()) + " and a batch of 1");
+  }
+  const int64_t rows = extent_of(key, call.axes, call.kv_heads).tokens;
+  require(
+      extent_of(value, call.axes, call.kv_heads).tokens == rows, value.name,
+      "shape " + shape_text(value.sizes()) + " has not the " + std::to_string(rows) + " tokens of " + key.name);
+  call.prefix_rows = rows;
+  if (call.prefix_length) {
+    const Ints& lengths = *call.prefix_length;
+    require(lengths.size() == 1, "actual_shared_prefix_len",
+            std::to_string(lengths.size()) + " lengths for one prefix");
+    require(lengths[0] >= 0 && lengths[0] <= rows, "actual_shared_prefix_len",
+            std::to_string(lengths[0]) + " is outside [0, " + std::to_string(rows) + "]");
+    call.prefix_rows = lengths[0];
+  }
+  call.kv_rows += call.prefix_rows;
+  const int64_t most = call.query_rows == 1 ? 262144 : 20971520;
+  require(call.kv_rows <= most, key.name,
+          std::to_string(call.kv_rows) + " tokens with those of key exceed " + std::to_string(most));
+  for (Span& span : call.kv_spans) span.length += call.prefix_rows;
+}
+
 void resolve_rope(const AttentionCall& call) {
   if (!call.query_rope && !call.key_rope) return;
   require(call.query_rope.has_value(), "query_rope", "must be given together with key_rope");
@@ -228,8 +268,8 @@ void resolve_outputs(AttentionCall& call, Extent extent) {
   }
 }
 
-// Keys and values of the sequences once, of whatever cache; a value that is the key (latent attention) is not
-// read again.
+// Keys and values of the sequences once, of whatever cache, and of the prefix once for all; a value that is the
+// key (latent attention) is not read again.
 Cost cost_of(const AttentionCall& call) {
   const int64_t width = call.query_dim + (call.value.data_ptr() == call.key.data_ptr() ? 0 : call.value_dim);
   const int64_t scale_bytes = call.key_scales.mode == kPagedPerTokenHead ? 2 * sizeof(float) : 0;
@@ -239,7 +279,8 @@ Cost cost_of(const AttentionCall& call) {
     of_a_key += call.kv_heads * call.key_rope->size(-1) * static_cast<int64_t>(call.key_rope->element_size());
     read += bytes_of(*call.query_rope);
   }
-  for (const Span& span : call.kv_spans) read += span.length * of_a_key;
+  read += call.prefix_rows * of_a_key;
+  for (const Span& span : call.kv_spans) read += (span.length - call.prefix_rows) * of_a_key;
   for (const Maybe* other : {&call.mask, &call.pse, &call.block_table}) {
     if (*other) read += bytes_of(**other);
   }
@@ -296,6 +337,7 @@ void resolve(AttentionCall& call) {
   if (!call.packed()) {
     call.query_spans = from_lengths(call.query_lengths, call.batch, call.query_rows, call.names.query_lengths);
   }
+  resolve_prefix(call);
   resolve_rope(call);
   resolve_outputs(call, query);
   costs(cost_of(call));
