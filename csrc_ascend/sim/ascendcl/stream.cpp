@@ -14,6 +14,8 @@ std::map<int, Stream*> g_default_streams;
 std::int32_t g_next_stream_id = 0;
 // notified when a queue gets shorter or an event is recorded
 std::condition_variable g_progress;
+// how often waiting streams were woken
+std::uint64_t g_signals = 0;
 // nesting depth of tasks in this thread: work that submits work must not wait for it
 thread_local int t_depth = 0;
 
@@ -84,10 +86,16 @@ bool is_default_stream(const Stream* stream) {
 
 void pump(Stream* stream) {
   Lock lock(g_mutex);
-  if (stream->running) return;  // the thread that runs it checks the queue again
+  if (!g_streams.has(stream)) return;  // destroyed since it was found waiting
+  if (stream->running) return;         // the thread that runs it checks the queue again
   stream->running = true;
-  bool waits = false;
-  while (!stream->queue.empty() && !waits) run_one(lock, stream, waits);
+  while (!stream->queue.empty()) {
+    const std::uint64_t signals = g_signals;
+    bool waits = false;
+    run_one(lock, stream, waits);
+    // what it waits for may have come after it was looked for, while nobody else could run the stream
+    if (waits && signals == g_signals) break;
+  }
   stream->running = false;
   g_progress.notify_all();
 }
@@ -96,6 +104,7 @@ void pump_waiting() {
   std::vector<Stream*> waiting;
   {
     Lock lock(g_mutex);
+    ++g_signals;
     g_streams.each([&](Stream* stream) {
       if (!stream->queue.empty() && !stream->running) waiting.push_back(stream);
     });
@@ -135,16 +144,34 @@ void enqueue(Stream* stream, std::string name, std::function<bool()> run) {
   }
 }
 
+namespace {
+
+// Under the lock.
+std::string where(const Stream* stream) {
+  return stream->queue.empty() ? "work that does not end" : stream->queue.front()->name;
+}
+
+// The other streams that wait, which may be what a stream waits for. Under the lock.
+std::string others_than(const Stream* one) {
+  std::string text;
+  g_streams.each([&](const Stream* stream) {
+    if (stream != one && !stream->queue.empty())
+      text += "; stream " + std::to_string(stream->id) + " waits in " + where(stream);
+  });
+  return text;
+}
+
+}  // namespace
+
 void drain(const std::vector<Stream*>& streams, double timeout_s) {
   for (Stream* stream : streams) {
     pump(stream);
     Lock lock(g_mutex);
     auto empty = [&] { return stream->queue.empty() && !stream->running; };
     if (!g_progress.wait_for(lock, std::chrono::duration<double>(timeout_s), empty)) {
-      const std::string what = stream->queue.empty() ? "work that does not end" : stream->queue.front()->name;
-      throw RuntimeError(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT, "stream " + std::to_string(stream->id) +
-                                                               " did not get past " + what +
-                                                               ": the event it waits for was never recorded");
+      throw RuntimeError(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT,
+                         "stream " + std::to_string(stream->id) + " did not get past " + where(stream) +
+                             ": the event it waits for was never recorded" + others_than(stream));
     }
     if (!stream->failure.empty())
       // a device that failed late has failed for good
