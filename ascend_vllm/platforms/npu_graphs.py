@@ -25,15 +25,23 @@ class NpuGraphRecorder(GraphRecorder):
         self._npu.synchronize()
         # attention takes lengths as host arguments, which a graph would keep: this records such calls so that replays
         # can update them
-        with self._npu.graph(
-            graph,
-            pool=self._pool,
-            stream=self._stream,
-            auto_dispatch_capture=True,
-            # HCCL watches its collectives from a thread of its own
-            capture_error_mode="thread_local",
-        ):
-            work()
+        stream = self._npu.current_stream()
+        try:
+            with self._npu.graph(
+                graph,
+                pool=self._pool,
+                stream=self._stream,
+                auto_dispatch_capture=True,
+                # HCCL watches its collectives from a thread of its own
+                capture_error_mode="thread_local",
+            ):
+                work()
+        except RuntimeError:
+            # where a capture cannot end, torch_npu leaves neither its stream nor its way of calling operators
+            if self._npu.current_stream() != stream:
+                graph.graph_dispatch_mode.__exit__(None, None, None)
+                self._npu.set_stream(stream)
+            raise
         return NpuGraph(self._npu, graph)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch_npu
+from torch.utils._python_dispatch import _get_current_dispatch_mode as get_current_dispatch_mode
 
 from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.errors import ConfigError
@@ -304,6 +305,16 @@ def test_replays_of_a_graph_do_not_wait_for_each_other(monkeypatch: pytest.Monke
     assert [float(result.flatten()[0].cpu()) for result in results] == [2.0, 4.0, 50.0]
     # the device begins while the host prepares the updates
     assert calls == ["replay", "update"] * 3
+
+
+def test_a_capture_that_fails_leaves_everything_as_it_was() -> None:
+    npu: Any = torch.npu  # type: ignore[attr-defined]
+    stream, x = npu.current_stream(), torch.ones(2, device="npu")
+    with pytest.raises(RuntimeError, match="capture_end"):
+        NpuGraphRecorder(npu).capture(lambda: print((x + 1).cpu()))
+    assert npu.current_stream() == stream
+    assert get_current_dispatch_mode() is None
+    assert (x + 1).cpu().tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(("cann", "works"), [("8.5", False), ("9.0", True)])

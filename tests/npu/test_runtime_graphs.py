@@ -14,8 +14,13 @@ from tests.npu.processes import run
 
 
 @pytest.fixture(autouse=True)
-def _device() -> None:
+def _default_stream() -> Iterator[None]:
+    """torch_npu does not leave the stream of a capture that fails, and hands out 32 streams in turns: a later test would
+    get the one that its replays are on.
+    """
     torch.npu.set_device(0)
+    with torch.npu.stream(torch.npu.default_stream()):
+        yield
 
 
 @pytest.fixture
