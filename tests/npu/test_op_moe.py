@@ -268,6 +268,12 @@ def test_what_the_documentation_rules_out_is_refused(
     refused(call, operator, argument)
 
 
+@pytest.mark.parametrize("bias", [torch.ones(64).half(), torch.ones(63)])
+def test_torch_npu_itself_refuses_corrections_of_another_dtype_or_length(bias: torch.Tensor) -> None:
+    with pytest.raises(RuntimeError, match=r"dtype of x and bias should be same|bias first dim should be same as x"):
+        _gate(bias=bias.npu())
+
+
 def test_counts_of_a_single_group_in_tiles_are_refused() -> None:
     torch_npu.npu.config.allow_internal_format = True
     tiles = torch_npu.npu_format_cast(STACK[:1].npu(), 29)

@@ -166,6 +166,11 @@ def _weight_only(x: torch.Tensor = X_HALF, **changes: Any) -> torch.Tensor:
     return result
 
 
+def _quantize(factor: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = torch_npu.npu_quantize(X.npu(), factor.npu(), offset.npu(), torch.qint8, -1, False)
+    return result
+
+
 def _grouped(x: torch.Tensor, weight: torch.Tensor, out: torch.dtype | None, **lists: torch.Tensor) -> torch.Tensor:
     parts = {name: [value.npu()] for name, value in lists.items()}
     options: dict[str, Any] = {"split_item": 2, "group_type": 0, "group_list": torch.tensor([2, 5]).npu()}
@@ -193,6 +198,7 @@ TAKEN: list[Callable[[], torch.Tensor]] = [
     lambda: _int8(BRAIN, x2=WIDE[:, :65535], scale=SCALE[:1]),
     lambda: _weight_only(bias=_ROW.half()),
     lambda: _weight_only(X, bias=_ROW),
+    lambda: _quantize(torch.ones(64).bfloat16(), torch.ones(64).bfloat16()),
     lambda: _weight_only(antiquant_scale=torch.ones(2, 48).half(), antiquant_group_size=32),
     lambda: _grouped(TOKENS, _STACK, BRAIN, scale=_SCALES.bfloat16(), per_token_scale=TOKEN_SCALE),
     lambda: _grouped(TOKENS, _STACK, HALF, scale=_SCALES, per_token_scale=TOKEN_SCALE),
@@ -225,6 +231,7 @@ REFUSED: list[tuple[str, str, Callable[[], torch.Tensor]]] = [
     (WEIGHT_ONLY, "antiquantScale", lambda: _weight_only(antiquant_scale=torch.ones(2, 48).half())),
     (WEIGHT_ONLY, "antiquantScale", lambda: _weight_only(antiquant_group_size=32)),
     (WEIGHT_ONLY, "weight", lambda: _weight_only(weight=WIDE, antiquant_scale=SCALE[:1].half())),
+    (WEIGHT_ONLY, "weight", lambda: _weight_only(torch.ones(1, 65536).half(), weight=torch.ones(65536, 48).char())),
     (WEIGHT_ONLY, "x", lambda: _weight_only(X_HALF[:0])),
     (GROUPED, "scale[0]", lambda: _grouped(TOKENS, _STACK, BRAIN, scale=_SCALES, per_token_scale=TOKEN_SCALE)),
     (
@@ -239,6 +246,10 @@ REFUSED: list[tuple[str, str, Callable[[], torch.Tensor]]] = [
         "antiquantScale[0]",
         lambda: _grouped(X_HALF, _STACK, None, antiquant_scale=torch.ones(2, 2, 48).half()),
     ),
+    # reciprocals of scales, and offsets, are in the dtype of what is rounded
+    ("aclnnAscendQuantV3", "scale", lambda: _quantize(torch.ones(64), torch.ones(64).bfloat16())),
+    ("aclnnAscendQuantV3", "offset", lambda: _quantize(torch.ones(64).bfloat16(), torch.ones(64).half())),
+    ("aclnnAscendQuantV3", "scale", lambda: _quantize(torch.ones(63).bfloat16(), torch.ones(63).bfloat16())),
     (GROUPED, "antiquantOffset", lambda: _grouped(X_HALF, _WORDS, None, antiquant_scale=torch.ones(2, 2, 48).half())),
 ]
 

@@ -75,7 +75,8 @@ OPERATOR(aclnnAscendQuantV3,
            require(axis == -1 || axis == x.dim() - 1, "axis", "only the last one is supported");
            require(scale.numel() == 1 || scale.numel() == x.size(-1), "scale",
                    "it needs one value or one per column");
-           if (offset) offset->shaped(scale.sizes());
+           scale.like(x);
+           if (offset) offset->like(x).shaped(scale.sizes());
            return [=] {
              const at::Tensor factor = wide(scale).reshape({-1});
              at::Tensor values = wide(x) * (sqrtMode ? factor * factor : factor);
