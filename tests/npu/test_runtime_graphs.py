@@ -15,7 +15,7 @@ from tests.npu.processes import run
 
 @pytest.fixture(autouse=True)
 def _default_stream() -> Iterator[None]:
-    """torch_npu does not leave the stream of a capture that fails, and hands out 32 streams in turns: a later test would
+    """torch_npu does not leave the stream of a failed capture, and hands out 32 streams in turns: a later test would
     get the one that its replays are on.
     """
     torch.npu.set_device(0)
