@@ -31,7 +31,7 @@ from tqdm import tqdm
 from ascend_vllm.ops import kernel_choice, native, registry
 from ascend_vllm.ops.experts import pack_experts, route_tokens
 from ascend_vllm.ops.gemm import pack_weight
-from ascend_vllm.ops.latent import make_latent_problem, pack_heads
+from ascend_vllm.ops.latent import latent_bytes, make_latent_problem, pack_heads
 from ascend_vllm.ops.paged import make_paged_problem, with_byte_cache
 from ascend_vllm.ops.quantized_gemm import Int8Panels, QuantizedPanels, quantize_tokens
 
@@ -262,7 +262,11 @@ def _latent_attention(dtype: torch.dtype) -> Iterator[Case]:
             key = torch.randn(len(rows), 1, length, width).to(dtype)
             sdpa = torch.nn.functional.scaled_dot_product_attention
             plain = functools.partial(sdpa, query, key, key[..., :LATENT], mask, enable_gqa=True)
-            yield f"{label}, {heads} heads", (*problem, (NOPE + ROTARY) ** -0.5, LATENT), plain
+            scale = (NOPE + ROTARY) ** -0.5
+            yield f"{label}, {heads} heads", (*problem, scale, LATENT), plain
+            cache, *scales = latent_bytes(problem[1], LATENT, torch.int8, has_scales=True)
+            in_bytes = (problem[0], cache, *problem[2:], scale, LATENT, *scales)
+            yield f"{label}, {heads} heads, int8 cache", in_bytes, plain
 
 
 def _expanded_attention(dtype: torch.dtype) -> Iterator[Case]:

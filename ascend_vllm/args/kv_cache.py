@@ -34,10 +34,10 @@ def check_kv_cache(args: EngineFlags, facts: DeviceFacts, arch: ArchConfig) -> N
             f"--kv-cache-dtype {name} is not available on --device {facts.label}, whose attention reads no 8-bit "
             "floats; use int8, or leave it at auto."
         )
-    if cache_format is not None and arch.latent is not None:
+    if cache_format is not None and arch.latent is not None and not facts.has_latent_bytes:
         raise ConfigError(
-            f"--kv-cache-dtype {name} is not available for models with latent attention (MLA), whose cache is small "
-            "already and stays in the model's dtype; leave it at auto."
+            f"--kv-cache-dtype {name} is not available on --device {facts.label} for models with latent attention "
+            "(MLA), whose cache is small already and stays in the model's dtype; leave it at auto."
         )
     if args.quantization_param_path is None:
         if name in ("fp8", "fp8_e4m3") and _scales_are_of_integers(arch):

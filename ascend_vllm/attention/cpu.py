@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from ascend_vllm.attention.backend import (
     LatentWeights,
     RotaryStep,
 )
-from ascend_vllm.ops.kv_bytes import BYTE_DTYPES, ByteCache
+from ascend_vllm.ops.kv_bytes import BYTE_DTYPES, ByteCache, LatentByteCache
 from ascend_vllm.ops.latent import (
     EXPANDED_MIN_TOKENS,
     expanded_attention,
@@ -29,13 +29,19 @@ from ascend_vllm.ops.paged import BLOCK_SIZES, HEAD_SIZES, paged_attention, rota
 from ascend_vllm.ops.registry import FLOAT_DTYPES
 from ascend_vllm.types.kv_cache import KEY_VALUE, LATENT, KVCacheSpec
 
+# a layer's cache of bytes
+_Bytes: TypeAlias = ByteCache | LatentByteCache
+# those of rows in a cache of latents, or None, and of all of them
+_RowScales: TypeAlias = tuple[torch.Tensor | None, float]
+_NO_SCALES: _RowScales = (None, 1.0)
+
 _BYTE_FORMATS = tuple(str(dtype).removeprefix("torch.") for dtype in BYTE_DTYPES)
 
 
 class CpuAttention(AttentionBackend):
     """A layer's cache is [2, P, K, S, D] in the model's dtype: keys or values of a head are contiguous in blocks.
 
-    That of latent attention is [P, S, W]; one of a byte per number is a `ByteCache`.
+    That of latent attention is [P, S, W]; those of a byte per number are `ByteCache` and `LatentByteCache`.
     """
 
     name = "cpu"
@@ -52,7 +58,7 @@ class CpuAttention(AttentionBackend):
 
     @classmethod
     def unsupported_cache_reason(cls, cache: KVCacheSpec, dtype: torch.dtype) -> str | None:
-        if cache.kind == KEY_VALUE and cache.dtype in _BYTE_FORMATS:
+        if cache.kind in (KEY_VALUE, LATENT) and cache.dtype in _BYTE_FORMATS:
             return None
         return super().unsupported_cache_reason(cache, dtype)
 
@@ -62,24 +68,27 @@ class CpuAttention(AttentionBackend):
             return (num_blocks, block_size, head_size)
         return (2, num_blocks, num_kv_heads, block_size, head_size)
 
-    def make_cache(self, memory: torch.Tensor, num_blocks: int, cache: KVCacheSpec) -> torch.Tensor | ByteCache:
+    def make_cache(self, memory: torch.Tensor, num_blocks: int, cache: KVCacheSpec) -> torch.Tensor | _Bytes:
         if cache.dtype not in _BYTE_FORMATS:
             made: torch.Tensor = super().make_cache(memory, num_blocks, cache)
             return made
         _, block_size, num_kv_heads, head_size = cache.block_shape
+        dtype = getattr(torch, cache.dtype)
+        if cache.kind == LATENT:
+            return LatentByteCache.over(memory.view(num_blocks, -1), block_size, head_size, dtype)
         planes = memory.view(2, num_blocks, num_kv_heads, -1)
-        return ByteCache.over(planes, block_size, head_size, getattr(torch, cache.dtype))
+        return ByteCache.over(planes, block_size, head_size, dtype)
 
     def copy_blocks(
         self,
-        source: torch.Tensor | ByteCache,
+        source: torch.Tensor | _Bytes,
         source_blocks: torch.Tensor,
-        target: torch.Tensor | ByteCache,
+        target: torch.Tensor | _Bytes,
         target_blocks: torch.Tensor,
     ) -> None:
         source, target = _bytes_of(source), _bytes_of(target)
-        # where the blocks are: 0 in caches of latents, [P, S, W]
-        dim = 0 if source.dim() == 3 else 1
+        # where the blocks are: 0 in caches of latents, [P, S, W] or [P, bytes]
+        dim = 0 if source.dim() <= 3 else 1
         blocks = source.index_select(dim, source_blocks)
         target.index_copy_(dim, target_blocks, blocks.to(target.device))
 
@@ -132,7 +141,7 @@ class CpuAttention(AttentionBackend):
         query: torch.Tensor,
         latent: torch.Tensor,
         weights: LatentWeights,
-        kv_cache: torch.Tensor,
+        kv_cache: torch.Tensor | LatentByteCache,
         batch: ForwardBatch,
         metadata: None,  # noqa: ARG002 - nothing is prepared
         rotary: RotaryStep,
@@ -145,10 +154,15 @@ class CpuAttention(AttentionBackend):
         angles = (rotary.cos_sin, rotary.is_neox)
         norm = (weights.norm, weights.norm_eps)
         rotated = query[..., sizes.nope_width :]
-        store_latent(rotary.positions, rotated, latent, *norm, *angles, kv_cache, batch.slot_mapping)
+        scales = _NO_SCALES
+        if isinstance(kv_cache, LatentByteCache):
+            # a scale of the layer is that of its keys, as in vLLM
+            scales = kv_cache.scales, spec.k_scale
+        cache = kv_cache.rows if isinstance(kv_cache, LatentByteCache) else kv_cache
+        store_latent(rotary.positions, rotated, latent, *norm, *angles, cache, batch.slot_mapping, *scales)
         step = (batch.block_table, batch.query_start, batch.seq_lens)
         if batch.max_query_len < EXPANDED_MIN_TOKENS:
-            output = _absorbed(spec.scale, sizes, query, weights, kv_cache, *step)
+            output = _absorbed(spec, sizes, query, weights, cache, scales, *step)
             return output.view(num_tokens, num_heads * sizes.value_width)
         # every token belongs to a row
         output = query.new_empty(num_tokens, num_heads, sizes.value_width)
@@ -158,30 +172,33 @@ class CpuAttention(AttentionBackend):
             starts = batch.query_start[rows.start : rows.stop + 1] - first
             part = (batch.block_table[rows], starts, batch.seq_lens[rows])
             if is_expanded:
-                expanded_attention(query[first:last], kv_cache, *matrices, *part, spec.scale, output[first:last])
+                inputs = (query[first:last], cache, *matrices, *part, spec.scale)
+                expanded_attention(*inputs, output[first:last], *scales)
             else:
-                output[first:last] = _absorbed(spec.scale, sizes, query[first:last], weights, kv_cache, *part)
+                output[first:last] = _absorbed(spec, sizes, query[first:last], weights, cache, scales, *part)
         return output.view(num_tokens, num_heads * sizes.value_width)
 
 
-def _bytes_of(cache: torch.Tensor | ByteCache) -> torch.Tensor:
+def _bytes_of(cache: torch.Tensor | _Bytes) -> torch.Tensor:
     """What `copy_blocks` copies: everything of a block, its scales too."""
-    return cache.planes if isinstance(cache, ByteCache) else cache
+    return cache.planes if isinstance(cache, _Bytes) else cache
 
 
 def _absorbed(
-    scale: float,
+    spec: AttentionSpec,
     sizes: LatentSpec,
     query: torch.Tensor,
     weights: LatentWeights,
-    kv_cache: torch.Tensor,
+    cache: torch.Tensor,
+    scales: _RowScales,
     block_table: torch.Tensor,
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
 ) -> torch.Tensor:
     """Latent attention without keys and values: query [T, N, Q+F], rotated → [T, N, V]."""
     absorbed = heads_linear(query, weights.absorb, sizes.nope_width, sizes.latent_width)
-    sums = latent_attention(absorbed, kv_cache, block_table, query_start, seq_lens, scale, sizes.latent_width)
+    step = (block_table, query_start, seq_lens)
+    sums = latent_attention(absorbed, cache, *step, spec.scale, sizes.latent_width, *scales)
     values: torch.Tensor = heads_linear(sums, weights.output, sizes.latent_width, sizes.value_width)
     return values
 

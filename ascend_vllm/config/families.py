@@ -427,7 +427,8 @@ def _read_deepseek(hf_config: Mapping[str, Any], **routing: Any) -> ArchConfig:
         scale *= yarn_magnitude(rope.number("factor"), float(weight)) ** 2
     dense, frequency = int(hf_config["first_k_dense_replace"]), int(hf_config["moe_layer_freq"])
     count, width = int(hf_config["n_routed_experts"] or 0), int(hf_config["moe_intermediate_size"])
-    cache = KVCachePlan(LATENT, num_vectors=1, num_heads=1, width=latent.latent_width + latent.rotary_width)
+    row_width = latent.latent_width + latent.rotary_width
+    cache = KVCachePlan(LATENT, num_vectors=1, num_heads=1, width=row_width, scales_per_vector=2)
     experts = ExpertsConfig(
         count=count,
         num_chosen=int(hf_config["num_experts_per_tok"]),

@@ -1,7 +1,8 @@
-"""Keys and values in one byte each: how a paged cache holds them.
+"""Keys and values, or latents, in one byte per number: how a paged cache holds them.
 
-Letters: as in `ops.paged`. A number is a byte times a scale. There is one scale for all keys of a layer and one for
-all values, or each head of each token has scales of its own, which are computed when it is written.
+Letters: as in `ops.paged` and `ops.latent`. A number is a byte times a scale. There is one scale for all keys of a
+layer and one for all values, or each head of each token has scales of its own, which are computed when it is written.
+So are those of latent attention: one for all rows, or two for each, of its latent and of its rotated key.
 """
 
 from __future__ import annotations
@@ -40,6 +41,31 @@ class ByteCache(NamedTuple):
             return cls(planes, numbers[0], numbers[1], None, None)
         scales = planes[..., size:].view(torch.bfloat16)
         return cls(planes, numbers[0], numbers[1], scales[0], scales[1])
+
+
+class LatentByteCache(NamedTuple):
+    """One layer's cache of latents. A block is contiguous: its rows, then their scales."""
+
+    # [P, bytes of a block] uint8; the other fields are views of it
+    planes: torch.Tensor
+    # [P, S, W]
+    rows: torch.Tensor
+    # [P, S, 2] bfloat16: of the latent, and of the rotated key
+    scales: torch.Tensor | None
+
+    @classmethod
+    def over(cls, planes: torch.Tensor, block_size: int, width: int, dtype: torch.dtype) -> LatentByteCache:
+        """The cache in `planes`, of S * W bytes a block, or S * (W + 4) with scales.
+
+        Example:
+            >>> LatentByteCache.over(torch.zeros(3, 16 * 580, dtype=torch.uint8), 16, 576, torch.int8).rows.shape
+            torch.Size([3, 16, 576])
+        """
+        size = block_size * width
+        rows = planes[:, :size].view(dtype).view(-1, block_size, width)
+        if planes.shape[1] == size:
+            return cls(planes, rows, None)
+        return cls(planes, rows, planes[:, size:].view(torch.bfloat16).view(-1, block_size, 2))
 
 
 def largest_number(dtype: torch.dtype) -> float:

@@ -8,7 +8,8 @@ are computed first, which are shorter than rows of the cache (`expanded_attentio
 
 Letters: T tokens of a step, R rows (sequences) of a step, B most blocks of a row, N query heads, L latent width,
 F width of the rotary part, W = L + F, Q width of the other part of a query, V width of a value, P blocks of the
-cache, S tokens of a block. A layer's cache is [P, S, W]: a token has [normalised latent | rotated key].
+cache, S tokens of a block. A layer's cache is [P, S, W]: a token has [normalised latent | rotated key]. It is in the
+queries' dtype, or has a byte for each number (`ops.kv_bytes`).
 
 Only the positions of a row's sequence are read from its blocks: other contents of the cache, NaN included, never
 affect a result.
@@ -26,6 +27,7 @@ import torch
 from ascend_vllm.ops.elementwise import make_cos_sin_cache
 from ascend_vllm.ops.experts import packed_stack
 from ascend_vllm.ops.gemm import pack_panels, unpack_weight
+from ascend_vllm.ops.kv_bytes import largest_number, own_scales, to_bytes
 from ascend_vllm.ops.native import load_native_library
 from ascend_vllm.ops.registry import OPS, define_op
 
@@ -87,6 +89,67 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+# dtype of a cache of bytes, whether its rows have scales of their own, and the scale of all of them if not
+_BYTE_CACHES: tuple[tuple[torch.dtype, bool, float], ...] = (
+    (torch.int8, True, 1.0),
+    (torch.float8_e4m3fn, True, 1.0),
+    (torch.int8, False, 0.03),
+    (torch.float8_e4m3fn, False, 0.01),
+    (torch.float8_e5m2, False, 1.0),
+)
+
+
+def _byte_cache(
+    blocks: int, block_size: int, width: int, dtype: torch.dtype, *, has_scales: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows [P, S, W] and their scales [P, S, 2] with memory of their own, for inputs of the ops.
+
+    Scales are NaN and bytes have all bits but the sign set, which is NaN in the formats that have it.
+    """
+    rows = torch.full((blocks, block_size, width), 0x7F, dtype=torch.uint8).view(dtype)
+    return rows, torch.full((blocks, block_size, 2), math.nan, dtype=torch.bfloat16) if has_scales else None
+
+
+def _write_rows(
+    rows: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    row_scales: torch.Tensor | None,
+    row_scale: float,
+    latent_width: int,
+) -> None:
+    """Writes rows [T, W] into slots [T] of a cache, see `store_latent`."""
+    blocks, offsets = slots // cache.shape[1], slots % cache.shape[1]
+    if cache.dtype == rows.dtype and row_scales is None and row_scale == 1:
+        cache[blocks, offsets] = rows
+        return
+    scales: torch.Tensor | float = row_scale
+    if row_scales is not None:
+        largest = largest_number(cache.dtype)
+        parts = (_wide(rows[:, :latent_width]), _wide(rows[:, latent_width:]))
+        own = [own_scales(part, largest) for part in parts]
+        row_scales[blocks, offsets] = torch.cat(own, dim=1).to(row_scales.dtype)
+        scales = torch.cat([scale.expand_as(part) for scale, part in zip(own, parts, strict=True)], dim=1)
+    cache[blocks, offsets] = to_bytes(_wide(rows), scales, cache.dtype)
+
+
+def _read_rows(
+    cache: torch.Tensor,
+    blocks: torch.Tensor,
+    length: int,
+    row_scales: torch.Tensor | None,
+    row_scale: float,
+    latent_width: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The first `length` rows [length, W] of these blocks in a dtype."""
+    rows = cache[blocks].flatten(0, 1)[:length].to(dtype)
+    if row_scales is None:
+        return rows if row_scale == 1 else rows * row_scale
+    scales = row_scales[blocks].flatten(0, 1)[:length].to(dtype)
+    return torch.cat([rows[:, :latent_width] * scales[:, :1], rows[:, latent_width:] * scales[:, 1:]], dim=1)
+
+
 def _store_latent_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     # tokens, heads, latent width, rotary width, other width of a query, block size, share of skipped tokens
     cases = [
@@ -110,10 +173,16 @@ def _store_latent_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             slots[torch.rand(tokens, generator=generator) < skipped] = -1
             positions = torch.randint(0, 50, (tokens,), generator=generator)
             table = make_cos_sin_cache(50, rotary)
-            yield positions, query[..., nope:], fused[:, 16:], weight, 1e-6, table, is_neox, cache, slots
+            step = (positions, query[..., nope:], fused[:, 16:], weight, 1e-6, table, is_neox)
+            yield *step, cache, slots
+            byte_dtype, has_scales, scale = _BYTE_CACHES[(2 * seed + is_neox) % len(_BYTE_CACHES)]
+            rows, scales = _byte_cache(blocks, block_size, width + rotary, byte_dtype, has_scales=has_scales)
+            yield *step, rows, slots, scales, scale
 
 
-@define_op(inputs=_store_latent_inputs, mutates=("query_rope", "cache"), devices=("cpu",), recordable=True)
+@define_op(
+    inputs=_store_latent_inputs, mutates=("query_rope", "cache", "row_scales"), devices=("cpu",), recordable=True
+)
 def store_latent(
     positions: torch.Tensor,
     query_rope: torch.Tensor,
@@ -124,6 +193,8 @@ def store_latent(
     is_neox: bool,
     cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    row_scales: torch.Tensor | None = None,
+    row_scale: float = 1.0,
 ) -> None:
     """Rotates queries, and writes the step's latents, normalised, and keys, rotated, to the cache.
 
@@ -137,9 +208,13 @@ def store_latent(
         epsilon: of the norm.
         cos_sin_cache: [rows, F] float32, as `rotary_embedding`'s.
         is_neox: likewise.
-        cache: [P, S, W], contiguous, dtype of query_rope; written.
+        cache: [P, S, W], contiguous, dtype of query_rope; or int8, float8_e4m3fn or float8_e5m2, of contiguous
+            blocks, with at most 1,024 numbers in a row; written.
         slot_mapping: [T] int64, KV slot (block * S + offset) of each token, no slot twice; of tokens with a negative
             slot only the queries are rotated.
+        row_scales: [P, S, 2] bfloat16 of contiguous blocks, written: for a cache of bytes whose latents and keys have
+            scales of their own, see `kv_bytes.own_scales`; None: they have not.
+        row_scale: of all numbers in a cache of bytes; 1 otherwise, and with scales of their own.
     """
     tokens, heads, rotary = query_rope.shape
     width = weight.shape[0]
@@ -149,7 +224,7 @@ def store_latent(
     query_rope.copy_(query.view(tokens, heads, rotary))
     rows = torch.cat([OPS["rms_norm"].reference(latent[:, :width], weight, epsilon), key], dim=1)
     kept = slot_mapping >= 0
-    cache.view(-1, cache.shape[-1])[slot_mapping[kept]] = rows[kept]
+    _write_rows(rows[kept], cache, slot_mapping[kept], row_scales, row_scale, width)
 
 
 def _heads_linear_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
@@ -271,6 +346,31 @@ def _latent_attention_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             seed=seed,
         )
         yield *problem, (width + rotary) ** -0.5, width
+        query, cache, *step = problem
+        byte_rows, *scales = latent_bytes(cache, width, *_BYTE_CACHES[seed % len(_BYTE_CACHES)])
+        yield query, byte_rows, *step, (width + rotary) ** -0.5, width, *scales
+
+
+def latent_bytes(
+    cache: torch.Tensor, latent_width: int, dtype: torch.dtype, has_scales: bool, row_scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor | None, float]:
+    """A cache of `make_latent_problem` in bytes; what no row may read is the largest byte, or NaN.
+
+    Args:
+        cache: [P, S, W].
+        latent_width: L.
+        dtype: one of `kv_bytes.BYTE_DTYPES`.
+        has_scales: its rows have scales of their own.
+        row_scale: of all if they have not.
+
+    Returns:
+        Rows, their scales, and the scale of all.
+    """
+    blocks, block_size, width = cache.shape
+    rows, scales = _byte_cache(blocks, block_size, width, dtype, has_scales=has_scales)
+    slots = (~cache[..., 0].isnan()).flatten().nonzero()[:, 0]
+    _write_rows(cache.flatten(0, 1)[slots], rows, slots, scales, row_scale, latent_width)
+    return rows, scales, row_scale
 
 
 def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
@@ -291,6 +391,8 @@ def latent_attention(
     seq_lens: torch.Tensor,
     scale: float,
     value_width: int,
+    row_scales: torch.Tensor | None = None,
+    row_scale: float = 1.0,
 ) -> torch.Tensor:
     """Causal attention of each row's absorbed queries to the rows of the cache.
 
@@ -300,12 +402,14 @@ def latent_attention(
 
     Args:
         query: [T, N, W]; tokens and heads may be strided; W is a multiple of 8.
-        cache: [P, S, W], contiguous, query's dtype; S is 16, 32, 64 or 128.
+        cache: [P, S, W] in query's dtype or of bytes, as `store_latent`'s; S is 16, 32, 64 or 128.
         block_table: [R, B] int32, block of each S positions; entries that a row does not attend to are not read.
         query_start: [R+1] int32, ascending.
         seq_lens: [R] int32.
         scale: factor on query·key, greater than 0.
         value_width: L, a multiple of 8: the value of a position is the first L numbers of its row.
+        row_scales: as `store_latent`'s. Numbers times their scale are rounded to query's dtype.
+        row_scale: likewise.
 
     Returns:
         [T, N, L] in query's dtype, contiguous; zero for tokens that belong to no row.
@@ -316,7 +420,7 @@ def latent_attention(
         start, end = starts[row], starts[row + 1]
         if start < end:
             blocks = block_table[row, : -(-seq_len // cache.shape[1])].long()
-            keys = cache[blocks].flatten(0, 1)[None, :seq_len]
+            keys = _read_rows(cache, blocks, seq_len, row_scales, row_scale, value_width, query.dtype)[None]
             output[start:end] = _attend(query[start:end], keys, keys[..., :value_width], scale)
     return output
 
@@ -353,6 +457,8 @@ def _expanded_attention_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         ]
         out = torch.zeros(len(query), heads, values, dtype=dtype)
         yield query, cache, *weights, *step, (nope + rotary) ** -0.5, out
+        byte_rows, *scales = latent_bytes(cache, width, *_BYTE_CACHES[seed % len(_BYTE_CACHES)])
+        yield query, byte_rows, *weights, *step, (nope + rotary) ** -0.5, out.clone(), *scales
 
 
 @define_op(inputs=_expanded_attention_inputs, mutates=("out",), tolerance=2e-5, devices=("cpu",))
@@ -366,6 +472,8 @@ def expanded_attention(
     seq_lens: torch.Tensor,
     scale: float,
     out: torch.Tensor,
+    row_scales: torch.Tensor | None = None,
+    row_scale: float = 1.0,
 ) -> None:
     """Causal attention of rows with many query tokens, to keys and values that are made of the cache first.
 
@@ -382,6 +490,8 @@ def expanded_attention(
         scale: factor on query·key, greater than 0.
         out: [T, N, V] in query's dtype, contiguous; V is a multiple of 8; written, but for tokens that belong to
             no row.
+        row_scales: as in `latent_attention`.
+        row_scale: likewise.
     """
     width = keys.shape[2] * (keys.shape[4] if keys.dim() == 5 else 1)
     rotary = cache.shape[2] - width
@@ -392,7 +502,8 @@ def expanded_attention(
         start, end = starts[row], starts[row + 1]
         if start == end:
             continue
-        rows = cache[block_table[row, : -(-seq_len // cache.shape[1])].long()].flatten(0, 1)[:seq_len]
+        blocks = block_table[row, : -(-seq_len // cache.shape[1])].long()
+        rows = _read_rows(cache, blocks, seq_len, row_scales, row_scale, width, query.dtype)
         latents = _wide(rows[:, :width])
         expanded = (latents @ key_weight.transpose(1, 2)).to(rows.dtype)
         all_keys = torch.cat([expanded, rows[:, width:].expand(len(expanded), -1, -1)], dim=-1)

@@ -29,6 +29,7 @@ class DeviceFacts:
         default_block_size: the fastest of them.
         kv_byte_dtypes: names of the dtypes of one byte per number that its attention reads keys and values in.
         kv_scale_dtype: of scales that each head of each token has there.
+        has_latent_bytes: latent attention reads such dtypes, too.
         mixes_steps: whether prompts and decoding rows are best computed in one step: no row's result depends on the
             others, and decoding steps have no graphs that would be lost.
         max_num_seqs: sequences that one call of attention takes.
@@ -46,6 +47,7 @@ class DeviceFacts:
     kv_scale_dtype: str
     iteration_timeout_s: float
     mixes_steps: bool = False
+    has_latent_bytes: bool = False
     max_num_seqs: int | None = None
     model: str = ""
     missing: tuple[str, ...] = ()
@@ -77,6 +79,7 @@ CPU = DeviceFacts(
     "bfloat16",
     600.0,
     mixes_steps=True,
+    has_latent_bytes=True,
 )
 # no 8-bit floats on A2 and A3
 NPU = DeviceFacts("npu", ("bfloat16", "float16"), (64, 128), 128, ("int8",), "float32", 60.0, max_num_seqs=4096)

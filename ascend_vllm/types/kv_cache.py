@@ -59,7 +59,7 @@ class KVCacheFormat(msgspec.Struct, frozen=True):
     Attributes:
         dtype: of the cached numbers, as torch names it.
         has_scales: each head of each token has scales of its own, computed when it is written; otherwise a layer has
-            one for keys and one for values.
+            one for keys and one for values, or one for latents.
         scale_dtype: of such scales, as the device's kernels read them.
     """
 
@@ -91,6 +91,8 @@ class KVCachePlan(msgspec.Struct, frozen=True):
         width: numbers of a vector; None: the model's head size.
         dtype: None: the engine's.
         has_scales: there is a scale for each vector.
+        scales_per_vector: of vectors that have scales of their own; 2: one of a latent and one of the rotated key
+            behind it, whose numbers differ in size.
 
     Example:
         A latent that all heads share, and keys and values in 8 bits:
@@ -107,6 +109,7 @@ class KVCachePlan(msgspec.Struct, frozen=True):
     width: int | None = None
     dtype: str | None = None
     has_scales: bool = False
+    scales_per_vector: int = 1
 
     def spec(
         self,
@@ -125,12 +128,13 @@ class KVCachePlan(msgspec.Struct, frozen=True):
             dtype: of the model.
             cache_format: of the engine's KV cache; None: the model's dtype. Plans with a dtype keep it.
         """
-        shape = (self.num_vectors, block_size, self.num_heads or num_kv_heads, self.width or head_size)
-        if cache_format is not None and self.dtype is None:
-            scale_shape = shape[:-1] if cache_format.has_scales else None
-            scale_dtype = cache_format.scale_dtype if cache_format.has_scales else "float32"
-            return KVCacheSpec(self.kind, shape, cache_format.dtype, scale_shape, scale_dtype)
-        return KVCacheSpec(self.kind, shape, self.dtype or dtype, shape[:-1] if self.has_scales else None)
+        vectors = (self.num_vectors, block_size, self.num_heads or num_kv_heads)
+        shape, scale_shape = (*vectors, self.width or head_size), (*vectors[:2], vectors[2] * self.scales_per_vector)
+        if cache_format is None or self.dtype is not None:
+            return KVCacheSpec(self.kind, shape, self.dtype or dtype, scale_shape if self.has_scales else None)
+        if not cache_format.has_scales:
+            return KVCacheSpec(self.kind, shape, cache_format.dtype)
+        return KVCacheSpec(self.kind, shape, cache_format.dtype, scale_shape, cache_format.scale_dtype)
 
 
 # of layers that cache keys and values as they are

@@ -68,6 +68,8 @@ def answers_alone(name: str, kv_cache: str) -> dict[str, list[RequestOutput]]:
         Cell(kv_cache="int8", is_chunked=True, pressure="swap", name="mistral"),
         Cell(kv_cache="fp8", is_caching=True, is_chunked=True, pressure="swap", overlaps=True),
         Cell(kv_cache="fp8_per_token_head", is_chunked=True, num_steps=4, block_size=128),
+        Cell(kv_cache="int8", is_caching=True, is_chunked=True, num_steps=4, pressure="swap", name="deepseek-v3"),
+        Cell(kv_cache="fp8", is_caching=True, pressure="recompute", overlaps=True, name="deepseek-v2"),
     ],
     ids=str,
 )
@@ -87,16 +89,19 @@ def test_no_feature_changes_an_answer(cell: Cell) -> None:
             assert_same(answer.outputs, expected.outputs, ROUNDING)
 
 
-@pytest.mark.parametrize(("kv_cache", "mode"), [("int8", "swap"), ("fp8", "recompute")])
-def test_beams_have_the_probabilities_of_their_texts(kv_cache: str, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("kv_cache", "mode", "name"),
+    [("int8", "swap", "llama"), ("fp8", "recompute", "llama"), ("int8", "swap", "deepseek-v3")],
+)
+def test_beams_have_the_probabilities_of_their_texts(kv_cache: str, mode: str, name: str) -> None:
     """Beams share blocks and copy them; the same tokens as a prompt share nothing."""
     options = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "block_size": 16, "kv_cache_dtype": kv_cache}
     prompts: list[dict[str, list[int]]] = [
-        {"prompt_token_ids": list(text_ids("llama", length, first))} for length, first in ((130, 3), (40, 9), (61, 2))
+        {"prompt_token_ids": list(text_ids(name, length, first))} for length, first in ((130, 3), (40, 9), (61, 2))
     ]
     tight = {"num_gpu_blocks_override": 24, "swap_space": 0.01, "preemption_mode": mode}
-    beams = LLM(tiny_model("llama"), enable_prefix_caching=True, **tight, **options)
-    plain = LLM(tiny_model("llama"), **options)
+    beams = LLM(tiny_model(name), enable_prefix_caching=True, **tight, **options)
+    plain = LLM(tiny_model(name), **options)
     try:
         found = beams.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=14))
         assert beams.llm_engine.core.stats()["num_preemptions"] > 0
@@ -115,6 +120,25 @@ def test_beams_have_the_probabilities_of_their_texts(kv_cache: str, mode: str) -
     finally:
         beams.shutdown()
         plain.shutdown()
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+def test_bytes_change_little(name: str) -> None:
+    """Of random models; int8 is finer than E4M3, which has three bits of mantissa."""
+    prompt = {"prompt_token_ids": list(text_ids(name, 300, 3))}
+    found: dict[str, list[float]] = {}
+    for kv_cache in ("auto", "int8", "fp8_per_token_head"):
+        llm = LLM(tiny_model(name), dtype="float32", kv_cache_dtype=kv_cache, max_model_len=512, enforce_eager=True)
+        (output,) = llm.generate(prompt, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+        llm.shutdown()
+        positions = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        found[kv_cache] = [position[token].logprob for token, position in positions]
+    changes = {
+        name: statistics.median(abs(a - b) for a, b in zip(found[name], found["auto"], strict=True))
+        for name in ("int8", "fp8_per_token_head")
+    }
+    assert 0 < 2 * changes["int8"] < changes["fp8_per_token_head"] < 0.5, changes
+    assert changes["int8"] < 0.06, changes
 
 
 def held_out_loss(model: str, kv_cache: str) -> float:

@@ -325,6 +325,10 @@ def test_the_configuration_foresees_what_layers_report(name: str, size: int) -> 
     model = resolve_model_class(config.architecture)(config, context)
     reported = [layer.kv_cache_spec(32) for layer in model.attention_layers]
     assert kv_cache_specs(config, CacheConfig(32), size) == reported
+    cache = CacheConfig(32, cache_dtype="int8")
+    for layer in model.attention_layers:
+        layer.set_cache_format(cache.format)
+    assert kv_cache_specs(config, cache, size) == [layer.kv_cache_spec(32) for layer in model.attention_layers]
 
 
 def test_layers_report_what_their_plans_say() -> None:

@@ -24,7 +24,7 @@ from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.layers.attention import Attention, ChannelScales, ForwardContext
 from ascend_vllm.ops.registry import OPS
 from ascend_vllm.platforms.facts import CPU, NPU
-from ascend_vllm.types.kv_cache import KEYS_AND_VALUES, KV_CACHE_FORMATS, KVCacheFormat
+from ascend_vllm.types.kv_cache import KEYS_AND_VALUES, KV_CACHE_FORMATS, LATENT, KVCacheFormat, KVCachePlan
 from ascend_vllm.worker.worker import Worker
 from tests.tiny_models import tiny_model
 from tests.worker.worker_driver import GREEDY, NUM_BLOCKS, generate, make_config, make_prompt
@@ -42,9 +42,9 @@ def scales_of(worker: Worker) -> list[tuple[float, float]]:
     return [(layer.spec.k_scale, layer.spec.v_scale) for layer in worker.get_model().attention_layers]
 
 
-def checkpoint_with(directory: pathlib.Path, tensors: dict[str, torch.Tensor]) -> pathlib.Path:
-    """The tiny Qwen2 with more tensors."""
-    shutil.copytree(tiny_model("qwen2"), directory)
+def checkpoint_with(directory: pathlib.Path, tensors: dict[str, torch.Tensor], name: str = "qwen2") -> pathlib.Path:
+    """A tiny model with more tensors."""
+    shutil.copytree(tiny_model(name), directory)
     (file,) = directory.glob("*.safetensors")
     loaded = safetensors.torch.load_file(file)
     safetensors.torch.save_file(loaded | tensors, file, metadata={"format": "pt"})
@@ -68,6 +68,14 @@ def scale_file(scales: dict[str, Any], **more: Any) -> dict[str, Any]:
 def test_the_same_memory_holds_almost_twice_the_tokens(name: str, head_size: int) -> None:
     plain = KEYS_AND_VALUES.spec(32, 2, head_size, "bfloat16").block_bytes
     assert 1.9 < plain / KEYS_AND_VALUES.spec(32, 2, head_size, "bfloat16", KV_CACHE_FORMATS[name]).block_bytes <= 2
+
+
+@pytest.mark.parametrize("name", KV_CACHE_FORMATS)
+def test_so_it_does_of_latents(name: str) -> None:
+    """Of DeepSeek's widths: two scales for 576 numbers."""
+    latents = KVCachePlan(LATENT, num_vectors=1, num_heads=1, width=512 + 64, scales_per_vector=2)
+    plain = latents.spec(32, 8, 192, "bfloat16").block_bytes
+    assert 1.98 < plain / latents.spec(32, 8, 192, "bfloat16", KV_CACHE_FORMATS[name]).block_bytes <= 2
 
 
 def test_workers_count_the_blocks(tmp_path: pathlib.Path) -> None:
@@ -110,6 +118,21 @@ def test_fp8_has_the_scales_of_the_checkpoint(tmp_path: pathlib.Path, key: str, 
 def test_old_checkpoints_have_one_scale_for_both(tmp_path: pathlib.Path) -> None:
     tensors = {f"model.layers.{i}.self_attn.kv_scale": torch.tensor(0.25) for i in range(NUM_LAYERS)}
     assert scales_of(worker_of(checkpoint_with(tmp_path / "model", tensors), "fp8")) == [(0.25, 0.25)] * NUM_LAYERS
+
+
+def test_latents_have_the_scale_of_keys(tmp_path: pathlib.Path) -> None:
+    answers = {}
+    # the second cuts nearly all numbers
+    for scale in (1 / 64, 1e-4):
+        directory = tmp_path / str(scale)
+        prefixes = [f"model.layers.{i}.self_attn" for i in range(NUM_LAYERS)]
+        tensors = {f"{prefix}.k_scale": torch.tensor(scale) for prefix in prefixes}
+        tensors |= {f"{prefix}.v_scale": torch.tensor(1.0) for prefix in prefixes}
+        worker = worker_of(checkpoint_with(directory, tensors, "deepseek-v3"), "fp8", dtype="float32")
+        assert scales_of(worker) == [(pytest.approx(scale), 1.0)] * NUM_LAYERS
+        worker.initialize_cache(NUM_BLOCKS, 0)
+        answers[scale] = generate(worker, make_prompt(40), GREEDY, 8)
+    assert answers[1e-4] != answers[1 / 64]
 
 
 @pytest.mark.parametrize(
@@ -322,8 +345,12 @@ def test_where_it_is_refused() -> None:
     arch = args.create_engine_config().model.arch
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8 is not available on --device npu, .* use int8"):
         check_kv_cache(args, NPU, arch)
-    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8 is not available for models with latent attention"):
-        EngineArgs(model=tiny_model("deepseek-v3"), device="cpu", kv_cache_dtype="fp8").create_engine_config()
+    args = EngineArgs(model=tiny_model("deepseek-v3"), device="cpu", kv_cache_dtype="int8")
+    arch = args.create_engine_config().model.arch
+    with pytest.raises(
+        ConfigError, match=r"--kv-cache-dtype int8 is not available on --device npu for models with latent attention"
+    ):
+        check_kv_cache(args, NPU, arch)
 
 
 def test_scales_of_integers_are_not_those_of_floats() -> None:

@@ -17,12 +17,50 @@ void check_width(int64_t width, const char* name) {
   TORCH_CHECK(width > 0 && width % 8 == 0, name, " must be a multiple of 8, got ", width);
 }
 
-// Checks the cache of a layer, [P, S, W].
-void check_latents(const at::Tensor& cache, const at::Tensor& like) {
-  check_same_dtype(cache, "cache", like);
-  TORCH_CHECK(cache.dim() == 3 && cache.is_contiguous(),
-              "cache must be a contiguous tensor [blocks, block size, width], got shape ", cache.sizes(),
-              " and strides ", cache.strides());
+// Scales of a layer's cache, as the ops have them.
+struct RowScales {
+  const std::optional<at::Tensor>& own;
+  double of_all;
+};
+
+// Whether the rows of a block are contiguous.
+bool has_dense_blocks(const at::Tensor& x) {
+  return x.stride(2) == 1 && x.stride(1) == x.size(2) &&
+         (x.size(0) < 2 || x.stride(0) >= x.size(1) * x.size(2));
+}
+
+// Checks the cache of a layer, [P, S, W], whose latents have `latent_width` numbers; queries are `like`.
+LatentCache latent_cache(const at::Tensor& cache, const at::Tensor& like, int64_t latent_width,
+                         const RowScales& scales) {
+  LatentCache made{};
+  made.format = cache_format_of(cache, "cache", like);
+  const bool is_bytes = made.format != CacheFormat::kSame;
+  TORCH_CHECK(
+      cache.dim() == 3 && (is_bytes ? has_dense_blocks(cache) : cache.is_contiguous()),
+      "cache must be a contiguous tensor [blocks, block size, width], or of bytes in contiguous blocks, "
+      "got shape ",
+      cache.sizes(), " and strides ", cache.strides());
+  made.block_size = cache.size(1);
+  made.latent_width = latent_width;
+  made.row_width = cache.size(2);
+  made.rows = const_cast<void*>(cache.const_data_ptr());
+  made.block_stride = cache.stride(0);
+  made.scale = static_cast<float>(scales.of_all);
+  TORCH_CHECK(made.scale > 0, "row_scale must be positive, got ", scales.of_all);
+  TORCH_CHECK(is_bytes || (made.scale == 1 && !scales.own.has_value()), "a cache in ", like.scalar_type(),
+              " has no scales");
+  TORCH_CHECK(!is_bytes || made.row_width <= kMaxLatentRow, "a cache of bytes has rows of at most ",
+              kMaxLatentRow, " numbers, got ", made.row_width);
+  if (!scales.own.has_value()) return made;
+  const at::Tensor& own = *scales.own;
+  TORCH_CHECK(made.scale == 1, "numbers with scales of their own have no row_scale");
+  TORCH_CHECK(own.scalar_type() == at::kBFloat16 && own.dim() == 3 && own.size(0) == cache.size(0) &&
+                  own.size(1) == cache.size(1) && own.size(2) == 2 && has_dense_blocks(own),
+              "row_scales must be a bfloat16 tensor [blocks, block size, 2] of contiguous blocks, got ",
+              own.scalar_type(), " of shape ", own.sizes(), " and strides ", own.strides());
+  made.scales = static_cast<bfloat16*>(const_cast<void*>(own.const_data_ptr()));
+  made.scale_block_stride = own.stride(0);
+  return made;
 }
 
 void check_scale(double scale) { TORCH_CHECK(scale > 0.0, "scale must be greater than 0, got ", scale); }
@@ -34,9 +72,10 @@ void check_heads(const at::Tensor& x, const char* name) {
 
 void store_latent(const at::Tensor& positions, const at::Tensor& query_rope, const at::Tensor& latent,
                   const at::Tensor& weight, double epsilon, const at::Tensor& cos_sin_cache, bool is_neox,
-                  const at::Tensor& cache, const at::Tensor& slot_mapping) {
+                  const at::Tensor& cache, const at::Tensor& slot_mapping,
+                  const std::optional<at::Tensor>& row_scales, double row_scale) {
   check_heads(query_rope, "query_rope");
-  check_latents(cache, query_rope);
+  const LatentCache latents = latent_cache(cache, query_rope, weight.numel(), {row_scales, row_scale});
   const int64_t tokens = query_rope.size(0), rotary = query_rope.size(2), width = cache.size(2) - rotary;
   check_vector(positions, "positions", at::kLong, tokens);
   check_vector(slot_mapping, "slot_mapping", at::kLong, tokens);
@@ -60,7 +99,7 @@ void store_latent(const at::Tensor& positions, const at::Tensor& query_rope, con
       .latent_stride = latent.stride(0),
       .weight = weight.const_data_ptr(),
       .cos_sin = cos_sin_cache.const_data_ptr<float>(),
-      .cache = cache.mutable_data_ptr(),
+      .cache = latents,
       .slots = slot_mapping.const_data_ptr<int64_t>(),
       .tokens = tokens,
       .heads = query_rope.size(1),
@@ -146,6 +185,7 @@ struct LatentCall {
     planned.parts = own.parts.floats(plan.part_floats);
     planned.threads = plan.threads;
     planned.scratch_stride = latent_scratch_floats(args.width, args.value_width);
+    if (args.cache.format != CacheFormat::kSame) planned.scratch_stride += latent_widened_floats(args.width);
     planned.scratch = own.scratch.floats(planned.threads * planned.scratch_stride);
     latent_attention_kernel(planned);
   }
@@ -154,10 +194,10 @@ struct LatentCall {
 // The op with a given number of threads; 0: chosen by the amount of work.
 at::Tensor latent_attention_with(const at::Tensor& query, const at::Tensor& cache,
                                  const at::Tensor& block_table, const at::Tensor& query_start,
-                                 const at::Tensor& seq_lens, double scale, int64_t value_width,
-                                 int64_t threads) {
+                                 const at::Tensor& seq_lens, double scale, int64_t value_width, int64_t threads,
+                                 const std::optional<at::Tensor>& row_scales, double row_scale) {
   check_heads(query, "query");
-  check_latents(cache, query);
+  const LatentCache latents = latent_cache(cache, query, value_width, {row_scales, row_scale});
   const int64_t tokens = query.size(0), heads = query.size(1), width = query.size(2);
   check_width(width, "query's width");
   check_width(value_width, "value_width");
@@ -173,7 +213,7 @@ at::Tensor latent_attention_with(const at::Tensor& query, const at::Tensor& cach
   args.query = query.const_data_ptr();
   args.query_token_stride = query.stride(0);
   args.query_head_stride = query.stride(1);
-  args.cache = cache.const_data_ptr();
+  args.cache = latents;
   args.out = out.mutable_data_ptr();
   args.block_table = sequences.block_table;
   args.block_table_stride = sequences.block_table_stride;
@@ -196,8 +236,10 @@ at::Tensor latent_attention_with(const at::Tensor& query, const at::Tensor& cach
 
 at::Tensor latent_attention(const at::Tensor& query, const at::Tensor& cache, const at::Tensor& block_table,
                             const at::Tensor& query_start, const at::Tensor& seq_lens, double scale,
-                            int64_t value_width) {
-  return latent_attention_with(query, cache, block_table, query_start, seq_lens, scale, value_width, 0);
+                            int64_t value_width, const std::optional<at::Tensor>& row_scales,
+                            double row_scale) {
+  return latent_attention_with(query, cache, block_table, query_start, seq_lens, scale, value_width, 0,
+                               row_scales, row_scale);
 }
 
 // Keys and values of as many heads are computed at a time as fit into this memory, for each thread.
@@ -205,9 +247,9 @@ constexpr int64_t kExpandedBytes = int64_t{8} << 20;
 
 void expanded_attention(const at::Tensor& query, const at::Tensor& cache, const at::Tensor& keys,
                         const at::Tensor& values, const at::Tensor& block_table, const at::Tensor& query_start,
-                        const at::Tensor& seq_lens, double scale, const at::Tensor& out) {
+                        const at::Tensor& seq_lens, double scale, const at::Tensor& out,
+                        const std::optional<at::Tensor>& row_scales, double row_scale) {
   check_heads(query, "query");
-  check_latents(cache, query);
   check_same_dtype(keys, "keys", query);
   check_same_dtype(values, "values", query);
   check_same_dtype(out, "out", query);
@@ -216,7 +258,9 @@ void expanded_attention(const at::Tensor& query, const at::Tensor& cache, const 
               "out must be a contiguous tensor [", tokens, ", ", heads, ", value width], got ", out.sizes());
   TORCH_CHECK(keys.dim() > 3 && values.dim() > 3, "keys and values must be stacks of packed weights, got ",
               keys.sizes(), " and ", values.sizes());
-  const int64_t latent = keys.size(2) * (keys.dim() == 5 ? 2 : 1), rotary = cache.size(2) - latent;
+  const int64_t latent = keys.size(2) * (keys.dim() == 5 ? 2 : 1);
+  const LatentCache latents = latent_cache(cache, query, latent, {row_scales, row_scale});
+  const int64_t rotary = latents.row_width - latent;
   const int64_t nope = width - rotary, value_width = out.size(2);
   check_width(width, "query's width");
   check_width(latent, "the latents' width");
@@ -236,7 +280,7 @@ void expanded_attention(const at::Tensor& query, const at::Tensor& cache, const 
   args.query = query.const_data_ptr();
   args.query_token_stride = query.stride(0);
   args.query_head_stride = query.stride(1);
-  args.cache = cache.const_data_ptr();
+  args.cache = latents;
   args.keys = keys.const_data_ptr();
   args.values = values.const_data_ptr();
   args.out = out.mutable_data_ptr();
@@ -285,6 +329,6 @@ TORCH_LIBRARY_FRAGMENT(ascend_vllm, m) {
   m.def(
       "_latent_attention_with(Tensor query, Tensor cache, Tensor block_table, Tensor query_start, Tensor "
       "seq_lens, "
-      "float scale, int value_width, int threads) -> Tensor");
+      "float scale, int value_width, int threads, Tensor? row_scales=None, float row_scale=1.0) -> Tensor");
   m.impl("_latent_attention_with", c10::DispatchKey::CPU, &ascend_vllm::latent_attention_with);
 }

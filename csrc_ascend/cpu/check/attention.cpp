@@ -170,135 +170,175 @@ ASCEND_VLLM_CHECK(paged_attention) {
   });
 }
 
-ASCEND_VLLM_CHECK(latent_attention) {
-  for_dtypes([](auto tag) {
-    using T = decltype(tag);
-    for (const int threads : {1, 2}) {
-      const Sequences sequences;
-      const int64_t heads = 5, width = 88, value_width = 72;
-      Random random(threads);
-      const auto query = numbers<T>(random, sequences.tokens * heads * width, 2.0);
-      const auto cache = numbers<T>(random, Sequences::kBlocks * Sequences::kBlock * width);
-      std::vector<T> out(sequences.tokens * heads * value_width);
-      LatentAttentionArgs args{};
-      args.dtype = kDType<T>;
-      args.query = query.data();
-      args.query_token_stride = heads * width;
-      args.query_head_stride = width;
-      args.cache = cache.data();
-      args.out = out.data();
-      args.block_table = sequences.table.data();
-      args.block_table_stride = Sequences::kRowBlocks;
-      args.query_start = sequences.starts.data();
-      args.seq_lens = sequences.lengths.data();
-      args.heads = heads;
-      args.width = width;
-      args.value_width = value_width;
-      args.block_shift = Sequences::kBlockShift;
-      args.scale = 0.1f;
-      LatentPlan plan;
-      plan.make(args, Sequences::kCount, threads);
-      args.items = plan.items.data();
-      args.num_items = static_cast<int64_t>(plan.items.size());
-      args.merges = plan.merges.data();
-      std::vector<float> parts(plan.part_floats + 16);
-      args.parts = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(parts.data()) + 63) / 64 * 64);
-      args.threads = plan.threads;
-      args.scratch_stride = latent_scratch_floats(width, value_width);
-      std::vector<float> scratch(args.threads * args.scratch_stride + 16);
-      args.scratch = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
-      latent_attention_kernel(args);
-      Case own("latent_attention", shape_of<T>({threads}));
-      for (int64_t row = 0; row < sequences.tokens * heads; ++row) {
-        const int64_t t = row / heads, s = sequences.sequence_of(t);
-        compare(
-            own, out.data() + row * value_width, value_width, 0, sequences.position_of(t),
-            [&](int64_t n) {
-              return 0.1 *
-                     dot(query.data() + row * width, cache.data() + sequences.slot(s, n) * width, width).value;
-            },
-            [&](int64_t n, int64_t d) -> double { return to_float(cache[sequences.slot(s, n) * width + d]); },
-            row* value_width);
-      }
-    }
-  });
-}
+// A cache of latents, and its numbers in T.
+template <class T>
+struct Latents {
+  std::vector<T> rows;
+  std::vector<uint8_t> bytes;
+  LatentCache cache;
 
-ASCEND_VLLM_CHECK(expanded_attention) {
-  for_dtypes([](auto tag) {
-    using T = decltype(tag);
-    const Sequences sequences;
-    const int64_t heads = 3, latent = 40, rotary = 8, nope = 24, value_width = 32, width = nope + rotary;
-    const int64_t row_width = latent + rotary, longest = 600;
-    Random random(9);
-    const auto query = numbers<T>(random, sequences.tokens * heads * width, 2.0);
-    const auto cache = numbers<T>(random, Sequences::kBlocks * Sequences::kBlock * row_width);
-    std::vector<T> weights[2], packed[2];
-    for (int64_t h = 0; h < heads; ++h) {
-      for (int i = 0; i < 2; ++i) {
-        const int64_t outputs = i == 0 ? nope : value_width;
-        const auto weight = numbers<T>(random, outputs * latent, 0.3);
-        const Packed<T> panels(weight, outputs, latent);
-        weights[i].insert(weights[i].end(), weight.begin(), weight.end());
-        packed[i].insert(packed[i].end(), panels.numbers.begin(), panels.numbers.end());
-      }
+  Latents(Random& random, CacheFormat format, int64_t latent_width, int64_t row_width)
+      : rows(numbers<T>(random, Sequences::kBlocks * Sequences::kBlock * row_width)), bytes(rows.size()) {
+    const bool has_bytes = format != CacheFormat::kSame;
+    const float step = format == CacheFormat::kInt8 ? 0.01f : 0.1f;
+    for (size_t i = 0; has_bytes && i < bytes.size(); ++i) {
+      bytes[i] = static_cast<uint8_t>(random.bits()) & 0xd7;
+      rows[i] = from_float<T>(byte_number(format, bytes[i]) * step);
     }
+    void* const numbers_of_cache = has_bytes ? static_cast<void*>(bytes.data()) : rows.data();
+    cache = {format,
+             Sequences::kBlock,
+             latent_width,
+             row_width,
+             numbers_of_cache,
+             Sequences::kBlock * row_width,
+             nullptr,
+             0,
+             has_bytes ? step : 1.0f};
+  }
+};
+
+template <class T>
+void check_latent(CacheFormat format) {
+  for (const int threads : {1, 2}) {
+    const Sequences sequences;
+    const int64_t heads = 5, width = 88, value_width = 72;
+    Random random(threads);
+    const auto query = numbers<T>(random, sequences.tokens * heads * width, 2.0);
+    const Latents<T> latents(random, format, value_width, width);
+    const std::vector<T>& cache = latents.rows;
     std::vector<T> out(sequences.tokens * heads * value_width);
-    std::vector<T> memory(2 * expanded_rows(longest) * (width + value_width) + 64);
-    const int64_t stride = expanded_scratch_floats(latent, width, value_width);
-    std::vector<float> scratch(2 * stride + 16);
-    ExpandedAttentionArgs args{};
+    LatentAttentionArgs args{};
     args.dtype = kDType<T>;
     args.query = query.data();
     args.query_token_stride = heads * width;
     args.query_head_stride = width;
-    args.cache = cache.data();
-    args.keys = packed[0].data();
-    args.values = packed[1].data();
+    args.cache = latents.cache;
     args.out = out.data();
     args.block_table = sequences.table.data();
     args.block_table_stride = Sequences::kRowBlocks;
     args.query_start = sequences.starts.data();
     args.seq_lens = sequences.lengths.data();
-    args.sequences = Sequences::kCount;
     args.heads = heads;
-    args.latent = latent;
-    args.rotary = rotary;
-    args.nope = nope;
+    args.width = width;
     args.value_width = value_width;
     args.block_shift = Sequences::kBlockShift;
-    args.scale = 0.15f;
-    args.memory = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
-    args.heads_together = 2;
+    args.scale = 0.1f;
+    LatentPlan plan;
+    plan.make(args, Sequences::kCount, threads);
+    args.items = plan.items.data();
+    args.num_items = static_cast<int64_t>(plan.items.size());
+    args.merges = plan.merges.data();
+    std::vector<float> parts(plan.part_floats + 16);
+    args.parts = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(parts.data()) + 63) / 64 * 64);
+    args.threads = plan.threads;
+    args.scratch_stride = latent_scratch_floats(width, value_width) + latent_widened_floats(width);
+    std::vector<float> scratch(args.threads * args.scratch_stride + 16);
     args.scratch = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
-    args.scratch_stride = stride;
-    args.threads = 2;
-    expanded_attention_kernel(args);
-    Case own("expanded_attention", shape_of<T>({}));
-    // keys and values are rounded to the type when they are computed
-    const auto expanded = [&](int i, int64_t h, int64_t s, int64_t n, int64_t d) -> double {
-      const int64_t outputs = i == 0 ? nope : value_width;
-      const T* row = cache.data() + sequences.slot(s, n) * row_width;
-      const double value = dot(row, weights[i].data() + (h * outputs + d) * latent, latent).value;
-      return to_float(from_float<T>(static_cast<float>(value)));
-    };
+    latent_attention_kernel(args);
+    Case own("latent_attention", shape_of<T>({threads, static_cast<int64_t>(format)}));
     for (int64_t row = 0; row < sequences.tokens * heads; ++row) {
-      const int64_t t = row / heads, h = row % heads, s = sequences.sequence_of(t);
-      if (s == 0 && h > 0) continue;  // the long row takes the reference long
+      const int64_t t = row / heads, s = sequences.sequence_of(t);
       compare(
           own, out.data() + row * value_width, value_width, 0, sequences.position_of(t),
           [&](int64_t n) {
-            double score = 0.0;
-            for (int64_t d = 0; d < width; ++d) {
-              const double key = d < nope
-                                     ? expanded(0, h, s, n, d)
-                                     : to_float(cache[sequences.slot(s, n) * row_width + latent + d - nope]);
-              score += to_float(query[row * width + d]) * key;
-            }
-            return score * static_cast<double>(0.15f);
+            return 0.1 *
+                   dot(query.data() + row * width, cache.data() + sequences.slot(s, n) * width, width).value;
           },
-          [&](int64_t n, int64_t d) { return expanded(1, h, s, n, d); }, row * value_width);
+          [&](int64_t n, int64_t d) -> double { return to_float(cache[sequences.slot(s, n) * width + d]); },
+          row* value_width);
     }
+  }
+}
+
+ASCEND_VLLM_CHECK(latent_attention) {
+  for_dtypes([](auto tag) {
+    for (const CacheFormat format : {CacheFormat::kSame, CacheFormat::kInt8, CacheFormat::kFloat8E4m3}) {
+      check_latent<decltype(tag)>(format);
+    }
+  });
+}
+
+template <class T>
+void check_expanded(CacheFormat format) {
+  const Sequences sequences;
+  const int64_t heads = 3, latent = 40, rotary = 8, nope = 24, value_width = 32, width = nope + rotary;
+  const int64_t row_width = latent + rotary, longest = 600;
+  Random random(9);
+  const auto query = numbers<T>(random, sequences.tokens * heads * width, 2.0);
+  const Latents<T> latents(random, format, latent, row_width);
+  const std::vector<T>& cache = latents.rows;
+  std::vector<T> weights[2], packed[2];
+  for (int64_t h = 0; h < heads; ++h) {
+    for (int i = 0; i < 2; ++i) {
+      const int64_t outputs = i == 0 ? nope : value_width;
+      const auto weight = numbers<T>(random, outputs * latent, 0.3);
+      const Packed<T> panels(weight, outputs, latent);
+      weights[i].insert(weights[i].end(), weight.begin(), weight.end());
+      packed[i].insert(packed[i].end(), panels.numbers.begin(), panels.numbers.end());
+    }
+  }
+  std::vector<T> out(sequences.tokens * heads * value_width);
+  std::vector<T> memory(2 * expanded_rows(longest) * (width + value_width) + 64);
+  const int64_t stride = expanded_scratch_floats(latent, width, value_width);
+  std::vector<float> scratch(2 * stride + 16);
+  ExpandedAttentionArgs args{};
+  args.dtype = kDType<T>;
+  args.query = query.data();
+  args.query_token_stride = heads * width;
+  args.query_head_stride = width;
+  args.cache = latents.cache;
+  args.keys = packed[0].data();
+  args.values = packed[1].data();
+  args.out = out.data();
+  args.block_table = sequences.table.data();
+  args.block_table_stride = Sequences::kRowBlocks;
+  args.query_start = sequences.starts.data();
+  args.seq_lens = sequences.lengths.data();
+  args.sequences = Sequences::kCount;
+  args.heads = heads;
+  args.latent = latent;
+  args.rotary = rotary;
+  args.nope = nope;
+  args.value_width = value_width;
+  args.block_shift = Sequences::kBlockShift;
+  args.scale = 0.15f;
+  args.memory = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+  args.heads_together = 2;
+  args.scratch = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
+  args.scratch_stride = stride;
+  args.threads = 2;
+  expanded_attention_kernel(args);
+  Case own("expanded_attention", shape_of<T>({static_cast<int64_t>(format)}));
+  // keys and values are rounded to the type when they are computed
+  const auto expanded = [&](int i, int64_t h, int64_t s, int64_t n, int64_t d) -> double {
+    const int64_t outputs = i == 0 ? nope : value_width;
+    const T* row = cache.data() + sequences.slot(s, n) * row_width;
+    const double value = dot(row, weights[i].data() + (h * outputs + d) * latent, latent).value;
+    return to_float(from_float<T>(static_cast<float>(value)));
+  };
+  for (int64_t row = 0; row < sequences.tokens * heads; ++row) {
+    const int64_t t = row / heads, h = row % heads, s = sequences.sequence_of(t);
+    if (s == 0 && h > 0) continue;  // the long row takes the reference long
+    compare(
+        own, out.data() + row * value_width, value_width, 0, sequences.position_of(t),
+        [&](int64_t n) {
+          double score = 0.0;
+          for (int64_t d = 0; d < width; ++d) {
+            const double key = d < nope ? expanded(0, h, s, n, d)
+                                        : to_float(cache[sequences.slot(s, n) * row_width + latent + d - nope]);
+            score += to_float(query[row * width + d]) * key;
+          }
+          return score * static_cast<double>(0.15f);
+        },
+        [&](int64_t n, int64_t d) { return expanded(1, h, s, n, d); }, row * value_width);
+  }
+}
+
+ASCEND_VLLM_CHECK(expanded_attention) {
+  for_dtypes([](auto tag) {
+    for (const CacheFormat format : {CacheFormat::kSame, CacheFormat::kInt8})
+      check_expanded<decltype(tag)>(format);
   });
 }
 

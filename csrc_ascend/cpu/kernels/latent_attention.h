@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "cpu/dispatch.h"
+#include "cpu/kernels/latent_cache.h"
 
 namespace ascend_vllm {
 
@@ -29,8 +30,8 @@ struct LatentAttentionArgs {
   DType dtype;
   const void* query;  // token t, head n starts at t * query_token_stride + n * query_head_stride elements
   int64_t query_token_stride, query_head_stride;
-  const void* cache;  // [blocks, block size, width]
-  void* out;          // [tokens, heads, value_width]
+  LatentCache cache;
+  void* out;  // [tokens, heads, value_width]
   const int32_t* block_table;
   int64_t block_table_stride;
   const int32_t* query_start;
@@ -62,6 +63,9 @@ constexpr int64_t latent_part_floats(int64_t rows, int64_t value_width) {
 constexpr int64_t latent_scratch_floats(int64_t width, int64_t value_width) {
   return 224 * width + 16384 + 2 * latent_part_floats(kLatentItemRows, value_width);
 }
+// Further scratch of an item, with a cache of bytes: its rows are widened a split at a time, which stays in the
+// L2 cache.
+constexpr int64_t latent_widened_floats(int64_t width) { return kLatentSplitKeys * width; }
 
 #ifndef ASCEND_VLLM_ISA
 inline int choice_for(const LatentAttentionArgs& args) { return choice_of(args.dtype, kAttention); }
@@ -77,6 +81,7 @@ ASCEND_VLLM_KERNEL(latent_attention, LatentAttentionArgs)
 #ifdef __AMX_BF16__
 #include "cpu/kernels/latent_tiles.h"
 #endif
+#include "cpu/kernels/latent_widen.h"
 #include "cpu/parallel.h"
 
 namespace ascend_vllm {
@@ -99,11 +104,12 @@ void attend_item(const LatentAttentionArgs& a, const LatentItem& item, float* sc
   const int64_t tokens = a.query_start[item.sequence + 1] - first_token;
   const QueryRows rows{item.row_begin, item.row_end, a.heads, a.seq_lens[item.sequence] - tokens, 0,
                        0.0f,           nullptr};
-  const T* cache = static_cast<const T*>(a.cache);
-  const AttendedRows<T> attended{cache,         cache,
-                                 a.width,       a.width,
-                                 a.value_width, a.block_table + item.sequence * a.block_table_stride,
-                                 a.block_shift};
+  const int32_t* table = a.block_table + item.sequence * a.block_table_stride;
+  const bool is_bytes = a.cache.format != CacheFormat::kSame;
+  T* widened = reinterpret_cast<T*>(scratch + latent_scratch_floats(a.width, a.value_width));
+  const T* cache = is_bytes ? widened : static_cast<const T*>(a.cache.rows);
+  AttendedRows<T> attended{cache,        cache, a.width, a.width, a.value_width, is_bytes ? nullptr : table,
+                           a.block_shift};
   const int64_t part_floats = latent_part_floats(rows.count(), a.value_width);
   // the softmax uses powers of two, so scores are scaled by log2 e
   typename LatentFormOf<T>::type form(attended, rows, a.scale * kLog2E, scratch + 2 * part_floats);
@@ -114,6 +120,13 @@ void attend_item(const LatentAttentionArgs& a, const LatentItem& item, float* sc
   const auto part_at = [&](float* memory, int64_t index) {
     return LanesPart::at(memory + index * part_floats, rows.count(), a.value_width);
   };
+  const auto attend = [&](int64_t begin, int64_t end, LanesPart part) {
+    if (is_bytes) {
+      widen_latents(a.cache, table, begin, end, widened);
+      attended.first = begin;
+    }
+    form.attend(begin, end, part);
+  };
   const auto write = [&](LanesPart total) {
     T* out = static_cast<T*>(a.out) + first_token * a.heads * a.value_width;
     form.write(total, [&](int64_t row) { return out + row * a.value_width; });
@@ -121,14 +134,14 @@ void attend_item(const LatentAttentionArgs& a, const LatentItem& item, float* sc
   if (item.merge < 0) {
     for (int64_t begin = item.key_begin; begin < item.key_end; begin += kLatentSplitKeys) {
       const int64_t end = min_of(begin + kLatentSplitKeys, item.key_end);
-      form.attend(begin, end, part_at(scratch, begin == item.key_begin ? 0 : 1));
+      attend(begin, end, part_at(scratch, begin == item.key_begin ? 0 : 1));
       if (begin > item.key_begin) form.merge(part_at(scratch, 0), part_at(scratch, 1));
     }
     return write(part_at(scratch, 0));
   }
   LatentMerge& merge = a.merges[item.merge];
   float* parts = a.parts + merge.offset;
-  form.attend(item.key_begin, item.key_end, part_at(parts, item.key_begin / kLatentSplitKeys));
+  attend(item.key_begin, item.key_end, part_at(parts, item.key_begin / kLatentSplitKeys));
   if (__atomic_sub_fetch(&merge.pending, 1, __ATOMIC_ACQ_REL) > 0) return;
   for (int64_t split = 1; split < merge.splits; ++split) form.merge(part_at(parts, 0), part_at(parts, split));
   write(part_at(parts, 0));

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cpu/kernels/gemm_tasks.h"
+#include "cpu/kernels/latent_cache.h"
 
 namespace ascend_vllm {
 
@@ -11,7 +12,7 @@ struct ExpandedAttentionArgs {
   DType dtype;
   const void* query;  // token t, head n starts at t * query_token_stride + n * query_head_stride elements
   int64_t query_token_stride, query_head_stride;
-  const void* cache;   // [blocks, block size, latent + rotary]
+  LatentCache cache;
   const void* keys;    // weights [nope, latent] of the heads, each as that of packed_linear
   const void* values;  // [value_width, latent]
   void* out;           // [tokens, heads, value_width]
@@ -52,6 +53,7 @@ ASCEND_VLLM_KERNEL(expanded_attention, ExpandedAttentionArgs)
 #ifdef __AMX_BF16__
 #include "cpu/kernels/latent_tiles.h"
 #endif
+#include "cpu/kernels/latent_widen.h"
 
 namespace ascend_vllm {
 namespace {
@@ -76,7 +78,7 @@ class ExpandedAttention {
         tokens_(args.query_start[sequence + 1] - first_token_),
         length_(args.seq_lens[sequence]),
         key_width_(args.nope + args.rotary),
-        cache_{static_cast<const T*>(args.cache),
+        cache_{static_cast<const T*>(args.cache.rows),
                nullptr,
                args.latent + args.rotary,
                0,
@@ -127,8 +129,11 @@ class ExpandedAttention {
   void expand(int64_t first, int64_t head, int64_t begin, int64_t end, X* latents) {
     const int64_t rows = expanded_rows(length_);
     T* keys = keys_ + (head * rows + begin) * key_width_;
+    const bool is_bytes = a_.cache.format != CacheFormat::kSame;
+    alignas(64) T widened[kMaxLatentRow];
     for (int64_t position = begin; position < end; ++position) {
-      const T* from = cache_.key(position);
+      if (is_bytes) widen_latents(a_.cache, cache_.table, position, position + 1, widened);
+      const T* from = is_bytes ? widened : cache_.key(position);
       X* to = latents + (position - begin) * a_.latent;
       for_lanes(
           a_.latent, [&](int64_t i) { store(to + i, load(from + i)); },

@@ -22,9 +22,10 @@ struct AttendedRows {
   const int32_t*
       table;  // block of 1 << block_shift rows that each such number of positions is in; null: all in one
   int block_shift;
+  int64_t first = 0;  // position of the first row, if all are in one block
 
   int64_t row(int64_t position) const {
-    if (table == nullptr) return position;
+    if (table == nullptr) return position - first;
     const int64_t size = int64_t{1} << block_shift;
     return table[position >> block_shift] * size + (position & (size - 1));
   }

@@ -1,8 +1,9 @@
 // What a step of latent attention writes: rotated queries, in place, and rows of the cache, whose first part is
-// normalised and whose last is rotated.
+// normalised and whose last is rotated. In a cache of bytes they are rounded after that.
 #pragma once
 
 #include "cpu/dispatch.h"
+#include "cpu/kernels/latent_cache.h"
 
 namespace ascend_vllm {
 
@@ -15,7 +16,7 @@ struct StoreLatentArgs {
   int64_t latent_stride;
   const void* weight;    // [width]
   const float* cos_sin;  // [positions, rotary]: cosines, then sines
-  void* cache;           // [slots, width + rotary]
+  LatentCache cache;
   const int64_t* slots;  // [tokens]; negative: only the queries are rotated
   int64_t tokens, heads, width, rotary;
   float epsilon;
@@ -28,6 +29,7 @@ ASCEND_VLLM_KERNEL(store_latent, StoreLatentArgs)
 
 #ifdef ASCEND_VLLM_ISA
 
+#include "cpu/kernels/paged_write.h"
 #include "cpu/kernels/rms_row.h"
 #include "cpu/kernels/rotary_pairs.h"
 #include "cpu/parallel.h"
@@ -36,9 +38,22 @@ namespace ascend_vllm {
 namespace {
 
 template <class T>
+inline void write_latent(const LatentCache& cache, int64_t slot, const T* row) {
+  const int64_t block = slot / cache.block_size, offset = slot % cache.block_size;
+  const int64_t at = block * cache.block_stride + offset * cache.row_width, width = cache.latent_width;
+  bfloat16* scales =
+      cache.scales == nullptr ? nullptr : cache.scales + block * cache.scale_block_stride + 2 * offset;
+  write_numbers(cache.format, row, width, cache.rows, at, scales, cache.scale);
+  write_numbers(cache.format, row + width, cache.row_width - width, cache.rows, at + width,
+                scales == nullptr ? nullptr : scales + 1, cache.scale);
+}
+
+template <class T>
 void store_latent(const StoreLatentArgs& a) {
   const int64_t half = a.rotary / 2;
+  const bool is_bytes = a.cache.format != CacheFormat::kSame;
   parallel_for(a.tokens, 2 * (a.heads + 1) * a.rotary + 2 * a.width, [&](int64_t begin, int64_t end) {
+    alignas(64) T row[kMaxLatentRow];
     for (int64_t t = begin; t < end; ++t) {
       const float* cos_sin = a.cos_sin + a.positions[t] * a.rotary;
       T* query = static_cast<T*>(a.query) + t * a.query_token_stride;
@@ -47,10 +62,11 @@ void store_latent(const StoreLatentArgs& a) {
       }
       if (a.slots[t] < 0) continue;
       const T* latent = static_cast<const T*>(a.latent) + t * a.latent_stride;
-      T* to = static_cast<T*>(a.cache) + a.slots[t] * (a.width + a.rotary);
+      T* to = is_bytes ? row : static_cast<T*>(a.cache.rows) + a.slots[t] * a.cache.row_width;
       const float factor = inverse_rms(sum_of_squares(latent, a.width), a.width, a.epsilon);
       scale_row(latent, to, static_cast<const T*>(a.weight), factor, a.width);
       rotate_pairs(to + a.width, latent + a.width, cos_sin, half, a.is_neox);
+      if (is_bytes) write_latent(a.cache, a.slots[t], row);
     }
   });
 }

@@ -77,36 +77,44 @@ inline RowPlace row_place(const PagedCache& cache, int64_t slot, int64_t head) {
   return {plane * cache.head_stride + offset * cache.head_size, plane * cache.scale_head_stride + offset};
 }
 
-// scales: of their own, or null; scale: of all numbers.
+// own_scale: where the scale of these numbers goes; null: it is `scale`.
 template <class Rounding, class T>
-inline void write_bytes(const PagedCache& cache, void* numbers, bfloat16* scales, float scale, RowPlace place,
-                        const T* x) {
-  int8_t* to = static_cast<int8_t*>(numbers) + place.numbers;
-  if (scales != nullptr) {
-    scales[place.scale] = row_scale(x, cache.head_size, Rounding::kLargest);
-    scale = to_float(scales[place.scale]);
+inline void write_bytes(const T* x, int64_t size, int8_t* to, bfloat16* own_scale, float scale) {
+  if (own_scale != nullptr) {
+    *own_scale = row_scale(x, size, Rounding::kLargest);
+    scale = to_float(*own_scale);
     if (!(scale > 0.0f)) {
-      __builtin_memset(to, 0, cache.head_size);
+      __builtin_memset(to, 0, size);
       return;
     }
   }
-  round_row<Rounding>(x, cache.head_size, scale, to);
+  round_row<Rounding>(x, size, scale, to);
 }
 
+// Writes numbers to element `at` of a cache.
+template <class T>
+inline void write_numbers(CacheFormat format, const T* x, int64_t size, void* cache, int64_t at,
+                          bfloat16* own_scale, float scale) {
+  int8_t* to = static_cast<int8_t*>(cache) + at;
+  switch (format) {
+    case CacheFormat::kSame:
+      __builtin_memcpy(static_cast<T*>(cache) + at, x, size * sizeof(T));
+      return;
+    case CacheFormat::kInt8:
+      return write_bytes<Int8Rounding>(x, size, to, own_scale, scale);
+    case CacheFormat::kFloat8E4m3:
+      return write_bytes<Float8E4m3Rounding>(x, size, to, own_scale, scale);
+    case CacheFormat::kFloat8E5m2:
+      return write_bytes<Float8E5m2Rounding>(x, size, to, own_scale, scale);
+  }
+}
+
+// scales: of their own, or null; scale: of all numbers.
 template <class T>
 inline void write_row(const PagedCache& cache, void* numbers, bfloat16* scales, float scale, RowPlace place,
                       const T* x) {
-  switch (cache.format) {
-    case CacheFormat::kSame:
-      __builtin_memcpy(static_cast<T*>(numbers) + place.numbers, x, cache.head_size * sizeof(T));
-      return;
-    case CacheFormat::kInt8:
-      return write_bytes<Int8Rounding>(cache, numbers, scales, scale, place, x);
-    case CacheFormat::kFloat8E4m3:
-      return write_bytes<Float8E4m3Rounding>(cache, numbers, scales, scale, place, x);
-    case CacheFormat::kFloat8E5m2:
-      return write_bytes<Float8E5m2Rounding>(cache, numbers, scales, scale, place, x);
-  }
+  bfloat16* own_scale = scales == nullptr ? nullptr : scales + place.scale;
+  write_numbers(cache.format, x, cache.head_size, numbers, place.numbers, own_scale, scale);
 }
 
 template <class T>
