@@ -120,8 +120,8 @@ ROWS = {
         "DeepSeek-V3, V3.1, R1 671B",
         TRANSFORMERS,
         YES,
-        "latent attention as in V2; checkpoints in fp8 keep their 8 bits; the layer that predicts a second token is not "
-        "loaded",
+        "latent attention as in V2; checkpoints in fp8 keep their 8 bits; the layer that predicts a second token is "
+        "not loaded",
     ),
     "FalconForCausalLM": Row("Falcon 7B, 40B, 180B, Falcon2 11B", TRANSFORMERS, YES, "`alibi` is refused"),
     "Gemma2ForCausalLM": Row("Gemma 2 2B, 9B, 27B", TRANSFORMERS, NO_CAPS),
