@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.executor.base import Executor, call_worker
 from ascend_vllm.executor.device_thread import CallersThread, ComputeThread, DeviceThread, shut_down_error
+from ascend_vllm.platforms.weight_reserve import reserve_for
 from ascend_vllm.types.step import SchedulerOutput, StepOutput
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ class UniProcExecutor(Executor):
 
 
 def _make_worker(config: EngineConfig) -> Worker:
+    # before torch is imported
+    reserve = reserve_for(config)
     # imported here, so that executors with workers in other processes do not load torch into this one
     from ascend_vllm.worker.worker import Worker
 
-    return Worker(config)
+    return Worker(config, reserve=reserve)

@@ -22,6 +22,7 @@ from ascend_vllm.executor import wire
 from ascend_vllm.executor.base import call_worker
 from ascend_vllm.executor.wire import RecordKind, WorkerSetup
 from ascend_vllm.logger import init_logger
+from ascend_vllm.platforms.weight_reserve import reserve_for
 
 if TYPE_CHECKING:
     from ascend_vllm.worker.worker import Worker
@@ -87,10 +88,12 @@ def main() -> int:
     quieten(setup.rank)
     orders, answers = RingReader(setup.orders), RingWriter(setup.answers)
     try:
+        # before torch is imported
+        reserve = reserve_for(setup.config)
         # imported here, where a failure is sent to the parent
         from ascend_vllm.worker.worker import Worker
 
-        worker = Worker(setup.config, setup.rank, setup.rendezvous)
+        worker = Worker(setup.config, setup.rank, setup.rendezvous, reserve)
     except BaseException as error:
         answers.write(wire.encode_failure(error, wire.START_CALL))
         return 1

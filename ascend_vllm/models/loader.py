@@ -34,6 +34,7 @@ from ascend_vllm.models.kv_scales import IGNORED, set_cache_formats
 from ascend_vllm.models.np_cache import open_np_cache
 from ascend_vllm.models.pooler import Pooler
 from ascend_vllm.models.registry import resolve_model_class
+from ascend_vllm.platforms.weight_reserve import WeightReserve, taking_from
 
 logger = init_logger(__name__)
 
@@ -50,7 +51,9 @@ _DUMMY_RANGE = 0.02 * 3**0.5
 _CHECKED_BYTES = 256 << 10
 
 
-def load_model(model_config: ModelConfig, load_config: LoadConfig, context: BuildContext) -> CausalLM:
+def load_model(
+    model_config: ModelConfig, load_config: LoadConfig, context: BuildContext, reserve: WeightReserve | None = None
+) -> CausalLM:
     """A model ready to run.
 
     Args:
@@ -58,6 +61,7 @@ def load_model(model_config: ModelConfig, load_config: LoadConfig, context: Buil
         load_config: how to find and read the files.
         context: surroundings of the layers; `context.dtype` is what weights are converted to. A quantized checkpoint
             has its own scheme in the place of `context.quant`.
+        reserve: memory for the weights that are made before anything is loaded; what they leave of it is given back.
 
     Raises:
         ModelLoadError: an unsupported architecture or feature, or a wrong, missing or damaged file or tensor; the
@@ -87,7 +91,8 @@ def load_model(model_config: ModelConfig, load_config: LoadConfig, context: Buil
         checkpoint_names={model_class.checkpoint_name(name): name for file in files for name in file.shapes},
     )
     with torch.no_grad():
-        model = _build(model_class, model_config, context)
+        with taking_from(reserve):
+            model = _build(model_class, model_config, context)
         unfilled = _Unfilled(model)
         model.num_weights = unfilled.num_weights
         if load_config.load_format == "dummy":

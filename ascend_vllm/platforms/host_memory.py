@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 from collections.abc import Sequence
 
 import torch
 
+from ascend_vllm.platforms.weight_reserve import ask_for_huge_pages, take_reserved
+
 # below this a mapping of its own wastes too much of its last page
 _LEAST_MAPPED_BYTES = 64 << 10
 _CPU = torch.device("cpu")
-
-
-def _ask_for_huge_pages(memory: mmap.mmap) -> None:
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # EINVAL: the kernel has no huge pages
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 def allocate_on_first_use(num_bytes: int) -> torch.Tensor:
@@ -28,15 +22,15 @@ def allocate_on_first_use(num_bytes: int) -> torch.Tensor:
         OSError: there is not so much memory.
     """
     memory = mmap.mmap(-1, max(1, num_bytes))
-    _ask_for_huge_pages(memory)
+    ask_for_huge_pages(memory)
     return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
 
 def weight_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:
     """Memory for a weight. On CPU it is in huge pages if possible, since decoding reads all of it in every step.
 
-    CPU memory of all but small weights is allocated when it is first written, and returned to the system as soon as
-    the tensor is freed, which malloc may not do.
+    CPU memory of all but small weights is taken from the reserve in use (`weight_reserve.py`), or allocated when it
+    is first written, and returned to the system as soon as the tensor is freed, which malloc may not do.
 
     Returns:
         Zeros on CPU; uninitialised on other devices.
@@ -46,6 +40,8 @@ def weight_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _LEAST_MAPPED_BYTES:
         return torch.zeros(*shape, dtype=dtype)
+    if (piece := take_reserved(num_bytes)) is not None:
+        return torch.frombuffer(piece, dtype=dtype).view(*shape)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    _ask_for_huge_pages(pages)
+    ask_for_huge_pages(pages)
     return torch.frombuffer(pages, dtype=dtype).view(*shape)  # keeps the mapping alive

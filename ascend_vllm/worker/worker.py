@@ -35,6 +35,7 @@ from ascend_vllm.ops.kernel_choice import choose_cpu_kernels
 from ascend_vllm.ops.native import import_op_modules, load_native_library
 from ascend_vllm.ops.registry import OPS, ops_on_reference
 from ascend_vllm.platforms import get_platform
+from ascend_vllm.platforms.weight_reserve import WeightReserve
 from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import ADAPTER_SLOT, KVCacheSize, NewRow, SchedulerOutput, StepOutput
@@ -63,6 +64,7 @@ class Worker:
         config: the engine's configuration.
         rank: number of the worker in the engine; workers of a pipeline stage have consecutive numbers.
         rendezvous: where the workers connect with each other; None for a single worker.
+        reserve: memory for the weights that are loaded first.
 
     Raises:
         ConfigError: the device cannot be used, or not with this dtype.
@@ -75,8 +77,15 @@ class Worker:
         output = worker.execute_model(step)
     """
 
-    def __init__(self, config: EngineConfig, rank: int = 0, rendezvous: Rendezvous | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int = 0,
+        rendezvous: Rendezvous | None = None,
+        reserve: WeightReserve | None = None,
+    ) -> None:
         self._config = config
+        self._reserve = reserve
         self._platform = get_platform(config.device.device)
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         if config.cache.format is None and config.cache.cache_dtype not in ("auto", config.model.dtype):
@@ -144,7 +153,8 @@ class Worker:
         try:
             # the progress bars of all ranks would overwrite each other
             load = msgspec.structs.replace(config.load, use_tqdm=config.load.use_tqdm and self._parallel.rank == 0)
-            model = load_model(config.model, load, context)
+            reserve, self._reserve = self._reserve, None
+            model = load_model(config.model, load, context, reserve)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"the weights do not fit in the memory of the device: {first_line(error)}; use a smaller or a "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -77,9 +78,9 @@ def test_everything_a_worker_does_happens_in_one_thread(monkeypatch: pytest.Monk
     class Recording(Worker):
         """A worker that notes in which thread it is asked to do what."""
 
-        def __init__(self, config: EngineConfig) -> None:
+        def __init__(self, config: EngineConfig, **options: Any) -> None:
             idents["made"] = threading.get_ident()
-            super().__init__(config)
+            super().__init__(config, **options)
 
         def load_model(self) -> None:
             idents["loaded"] = threading.get_ident()
