@@ -34,7 +34,10 @@ def test_nobody_asks(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None
     [
         ("all", "there is no .*libascend_vllm_npu.so.*: build it with CANN: cmake -S csrc_ascend -B build/npu"),
         ("store_kv", "cmake --install build/npu"),
-        ("store_kv,attention", "'attention' is no custom operator; use all, or some of edit_and_sample, lora_expand, lora_shrink, norm"),
+        (
+            "store_kv,attention",
+            "'attention' is no custom operator; use all, or some of edit_and_sample, lora_expand, lora_shrink, norm",
+        ),
         ("lora_shrink,store_kv", "lora_expand and lora_shrink go together"),
         ("store_kv,all", "'all' is no custom operator"),
     ],
