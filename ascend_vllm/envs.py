@@ -254,6 +254,14 @@ def allow_runtime_lora_updating() -> bool:
     return os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower() in ("1", "true")
 
 
+def lora_resolver_cache_dir() -> str:
+    """`VLLM_LORA_RESOLVER_CACHE_DIR`: directory whose subdirectories are LoRA adapters for requests that name them.
+
+    With `VLLM_ALLOW_RUNTIME_LORA_UPDATING` only. `adapter_config.json` must name the served model.
+    """
+    return os.environ.get("VLLM_LORA_RESOLVER_CACHE_DIR", "")
+
+
 def otlp_traces_protocol() -> str:
     """`OTEL_EXPORTER_OTLP_TRACES_PROTOCOL`: how traces are sent, grpc (the default) or http/protobuf."""
     value = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")

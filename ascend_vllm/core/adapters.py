@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from ascend_vllm.config.lora import LoRAConfig
 from ascend_vllm.core.connectors import Connector
-from ascend_vllm.core.request import Request
+from ascend_vllm.core.request import Request, RequestStatus
 from ascend_vllm.errors import RequestError
 from ascend_vllm.logger import init_logger
 from ascend_vllm.lora.request import LoRARequest
@@ -46,13 +46,15 @@ class _Adapter:
     Attributes:
         number: the workers' name of it.
         is_loaded: all workers have it.
+        is_pinned: it is not dropped for another one.
+        is_forgotten: it is dropped before all others, and not listed.
         slot: where it is placed, or None.
         requests: those that use its slot and have not ended.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.is_loaded = False
+        self.is_loaded = self.is_pinned = self.is_forgotten = False
         self.slot: int | None = None
         self.requests: list[Request] = []
 
@@ -102,6 +104,60 @@ class AdapterManager(Connector):
         except RequestError as error:
             return str(error)
         return "" if adapter is None or adapter.is_loaded else None
+
+    def forget(self, number: int) -> bool:
+        """Drops the adapters with a number, or has them dropped first when requests that use them have ended.
+
+        Returns:
+            Whether there was one.
+        """
+        found = [(key, adapter) for key, adapter in self._listed() if key[1] == number]
+        for key, adapter in found:
+            adapter.is_pinned = False
+            if key in self._waiting or adapter.is_used():
+                adapter.is_forgotten = True
+                self._adapters.move_to_end(key, last=False)
+            else:
+                self._drop(key)
+        return bool(found)
+
+    def pin(self, number: int) -> bool:
+        """Keeps the adapters with a number loaded until they are forgotten. Returns True.
+
+        Raises:
+            RequestError: there is none, or others could not be loaded any more.
+        """
+        found = [adapter for key, adapter in self._listed() if key[1] == number]
+        if not found:
+            raise RequestError(f"Pinning failed. LoRA {number} is not registered.", "lora_id")
+        others = sum(adapter.is_pinned for adapter in self._adapters.values() if adapter not in found)
+        if others + len(found) >= self._config.max_cpu_loras:
+            raise RequestError(
+                f"Pinning failed. One of --max-cpu-loras {self._config.max_cpu_loras} has to stay free for others.",
+                "lora_id",
+            )
+        for adapter in found:
+            adapter.is_pinned = True
+        return True
+
+    def numbers(self) -> list[int]:
+        """Of the loaded adapters, as requests have them."""
+        return sorted({number for (_, number, _), adapter in self._listed() if adapter.is_loaded})
+
+    def stats(self) -> dict[str, Any]:
+        """Names of the adapters of requests that run, and of those that wait for whatever."""
+        running: dict[str, None] = {}
+        waiting = dict.fromkeys(name for name, *_ in self._waiting)
+        for (name, *_), adapter in self._adapters.items():
+            for request in adapter.requests:
+                if request.status == RequestStatus.RUNNING:
+                    running[name] = None
+                elif not request.is_finished:
+                    waiting[name] = None
+        return {"running_adapters": list(running), "waiting_adapters": list(waiting)}
+
+    def _listed(self) -> list[tuple[_Key, _Adapter]]:
+        return [(key, adapter) for key, adapter in self._adapters.items() if not adapter.is_forgotten]
 
     def begin(self, request: Request) -> bool:
         """See `Connector.begin`."""
@@ -179,6 +235,7 @@ class AdapterManager(Connector):
                 return None
             adapter = self._adapters[lora.key] = _Adapter(next(self._numbers))
             self._workers.collective_rpc("load_adapter", (adapter.number, lora.lora_path))
+        adapter.is_forgotten = False
         self._adapters.move_to_end(lora.key)
         if not adapter.is_loaded:
             states = self._workers.collective_rpc("adapter_state", (adapter.number,))
@@ -191,7 +248,7 @@ class AdapterManager(Connector):
     def _drop_one(self) -> bool:
         """Drops the adapter that was used least recently, of those that no request needs."""
         for key, adapter in self._adapters.items():
-            if key not in self._waiting and not adapter.is_used():
+            if key not in self._waiting and not adapter.is_pinned and not adapter.is_used():
                 self._drop(key)
                 return True
         return False

@@ -53,6 +53,10 @@ class Connector(abc.ABC):
     def close(self) -> None:
         """Stops all work; waiting requests are dropped."""
 
+    def stats(self) -> dict[str, Any]:
+        """Fields of `SchedulerStats` that are known here, by name."""
+        return {}
+
 
 class Connectors:
     """All connectors of an engine core, as one.
@@ -107,6 +111,10 @@ class Connectors:
     def wait(self, timeout_s: float) -> None:
         """Waits until a request may be ready, but at most `timeout_s`."""
         self._wake.wait(timeout_s)
+
+    def stats(self) -> dict[str, Any]:
+        """Of all connectors: see `Connector.stats`."""
+        return {name: value for connector in self._connectors for name, value in connector.stats().items()}
 
     def close(self) -> None:
         """Closes all connectors."""

@@ -227,9 +227,31 @@ class EngineCore:
         Raises:
             RequestError: LoRA is not enabled.
         """
-        if self._adapters is None:
-            raise RequestError("LoRA is not enabled (--enable-lora).", "lora_name")
-        return self._adapters.load(name, number, path)
+        return self._adapters_in_use.load(name, number, path)
+
+    def remove_lora(self, number: int) -> bool:
+        """Forgets an adapter, see `AdapterManager.forget`.
+
+        Raises:
+            RequestError: LoRA is not enabled.
+        """
+        return self._adapters_in_use.forget(number)
+
+    def pin_lora(self, number: int) -> bool:
+        """Keeps an adapter loaded, see `AdapterManager.pin`.
+
+        Raises:
+            RequestError: LoRA is not enabled, or the adapter cannot be pinned.
+        """
+        return self._adapters_in_use.pin(number)
+
+    def list_loras(self) -> list[int]:
+        """Numbers of the loaded adapters.
+
+        Raises:
+            RequestError: LoRA is not enabled.
+        """
+        return self._adapters_in_use.numbers()
 
     def collective_rpc(
         self,
@@ -259,6 +281,12 @@ class EngineCore:
         """Ends the workers and the connectors; unfinished requests are dropped."""
         self._connectors.close()
         self._executor.shutdown()
+
+    @property
+    def _adapters_in_use(self) -> AdapterManager:
+        if self._adapters is None:
+            raise RequestError("LoRA is not enabled (--enable-lora).", "lora_request")
+        return self._adapters
 
     def _check_if_idle(self) -> None:
         """Logs an error if blocks or slots are not free though there are no requests."""

@@ -620,6 +620,7 @@ class Scheduler:
             num_prefix_queries=kv_cache.num_prefix_queries,
             num_prefix_hits=kv_cache.num_prefix_hits,
             drafts=self._drafting.stats,
+            **self.connectors.stats(),
         )
 
     def is_clean(self) -> bool:

@@ -81,8 +81,8 @@ class AsyncControls(abc.ABC):
         """
         return bool(await self._client.call_utility("reset_prefix_cache"))
 
-    async def add_lora(self, lora_request: LoRARequest) -> None:
-        """Loads an adapter, so that the first request with it need not wait.
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Loads an adapter, so that the first request with it need not wait. Returns True.
 
         Raises:
             RequestError: LoRA is not enabled, or the adapter cannot be loaded; the text says why.
@@ -92,6 +92,19 @@ class AsyncControls(abc.ABC):
             await asyncio.sleep(LOADING_POLL_S)
         if reason:
             raise RequestError(reason, "lora_path")
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """See `LLMEngine.remove_lora`."""
+        return bool(await self._client.call_utility("remove_lora", lora_id))
+
+    async def list_loras(self) -> set[int]:
+        """See `LLMEngine.list_loras`."""
+        return set(await self._client.call_utility("list_loras"))
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """See `LLMEngine.pin_lora`."""
+        return bool(await self._client.call_utility("pin_lora", lora_id))
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
         """Pauses generation until `resume_generation`; requests that come meanwhile wait.

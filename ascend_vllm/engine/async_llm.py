@@ -232,6 +232,7 @@ class AsyncLLM(AsyncControls):
         priority: int = 0,
         cache_salt: str | None = None,
         is_further: bool = False,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         """Pools a prompt; yields the result, once. For pooling models.
 
@@ -240,7 +241,7 @@ class AsyncLLM(AsyncControls):
         Args:
             prompt: text, {"prompt": text} or {"prompt_token_ids": ids}.
             pooling_params: how to pool.
-            request_id, priority, cache_salt: as in `generate`.
+            request_id, priority, cache_salt, lora_request: as in `generate`.
             is_further: as in `generate_shaped`.
 
         Raises:
@@ -248,7 +249,13 @@ class AsyncLLM(AsyncControls):
             EngineBusyError: too many requests wait.
         """
         process = functools.partial(
-            self._input.process_async, request_id, prompt, pooling_params, priority, cache_salt=cache_salt
+            self._input.process_async,
+            request_id,
+            prompt,
+            pooling_params,
+            priority,
+            cache_salt=cache_salt,
+            lora=lora_request,
         )
         return self._outputs(request_id, process, 1, pooling_output, is_further)
 

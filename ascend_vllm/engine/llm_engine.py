@@ -180,6 +180,30 @@ class LLMEngine:
             raise RequestError(reason, "lora_path")
         return True
 
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forgets an adapter, once requests that use it have ended; returns whether it was loaded.
+
+        Raises:
+            RequestError: LoRA is not enabled.
+        """
+        return bool(self.call_utility("remove_lora", lora_id))
+
+    def list_loras(self) -> set[int]:
+        """Numbers of the loaded adapters (`LoRARequest.lora_int_id`).
+
+        Raises:
+            RequestError: LoRA is not enabled.
+        """
+        return set(self.call_utility("list_loras"))
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keeps a loaded adapter in memory until it is removed. Returns True.
+
+        Raises:
+            RequestError: LoRA is not enabled, there is no such adapter, or no other could be loaded then.
+        """
+        return bool(self.call_utility("pin_lora", lora_id))
+
     def abort_request(self, request_id: str | list[str]) -> None:
         """Ends requests early, without an output; unknown ids are ignored."""
         stats = StepStats()

@@ -1,8 +1,8 @@
 """Prometheus metrics under vLLM's names, and the log line of the engine's state.
 
 The event loop updates plain Python objects once a step; they are rendered when /metrics is scraped. Metrics that vLLM
-renamed have their old and new names, for dashboards of any version. Metrics of features that do not exist here (LoRA,
-speculation, multimodal caches) are left out.
+renamed have their old and new names, for dashboards of any version. Metrics of features that do not exist here
+(speculation, multimodal caches) are left out.
 """
 
 from __future__ import annotations
@@ -219,7 +219,14 @@ class EngineMetrics(Collector):
         """Sets a core's running and waiting requests and used KV blocks to 0."""
         core = self._cores[rank]
         core.scheduler = msgspec.structs.replace(
-            core.scheduler, num_running=0, num_waiting=0, num_swapped=0, kv_cache_usage=0.0, cpu_cache_usage=0.0
+            core.scheduler,
+            num_running=0,
+            num_waiting=0,
+            num_swapped=0,
+            kv_cache_usage=0.0,
+            cpu_cache_usage=0.0,
+            running_adapters=[],
+            waiting_adapters=[],
         )
 
     def log_if_due(self, now: float | None = None) -> None:
@@ -267,6 +274,7 @@ class _CoreMetrics:
         self.num_gpu_blocks: int | None = None
         self.num_cpu_blocks: int | None = None
         self.scheduler = SchedulerStats(0, 0, 0.0, 0)
+        self._scheduler_time = time.time()
         self.num_rejections = dict.fromkeys(_REJECTION_REASONS, 0)
         self.sleep_level = 0
         self.num_prompt_tokens = 0
@@ -285,6 +293,7 @@ class _CoreMetrics:
         histograms = self._histograms
         if scheduler is not None:
             self.scheduler = scheduler
+            self._scheduler_time = time.time()
             num_tokens = scheduler.num_prompt_tokens + scheduler.num_generation_tokens
             if num_tokens:
                 histograms["step_tokens"].observe(num_tokens)
@@ -339,6 +348,9 @@ class _CoreMetrics:
         if self._config.cache.enable_prefix_caching:
             # swapped blocks are never looked up
             line += f" Prefix cache hit rate: GPU: {100 * _hit_rate(stats):.2f}%, CPU: 0.00%"
+        if stats.running_adapters or stats.waiting_adapters:
+            line += f" LoRA adapters running: {', '.join(stats.running_adapters) or 'none'}"
+            line += f", waiting: {', '.join(stats.waiting_adapters) or 'none'}."
         return line
 
     def collect(self) -> Iterator[Metric]:
@@ -391,6 +403,8 @@ class _CoreMetrics:
             "sleep_state",
         )
         yield self._cache_config_info()
+        if self._config.lora is not None:
+            yield self._lora_requests_info(self._config.lora.max_loras)
         waiting = {"capacity": _num_pending(stats), "deferred": 0}
         name, documentation = "num_requests_waiting_by_reason", "Sequences that wait, by what for."
         yield self._family(GaugeMetricFamily, name, documentation, waiting, "reason")
@@ -416,6 +430,20 @@ class _CoreMetrics:
         labels = ["model_name", "engine", *info]
         family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's configuration.", labels=labels)
         family.add_metric([self._model_name, self._rank, *map(str, info.values())], 1)
+        return family
+
+    def _lora_requests_info(self, max_loras: int) -> Metric:
+        info = {
+            "max_lora": str(max_loras),
+            "waiting_lora_adapters": ",".join(self.scheduler.waiting_adapters),
+            "running_lora_adapters": ",".join(self.scheduler.running_adapters),
+        }
+        family = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "LoRA adapters of requests that run and that wait, and when that was so, in seconds of the Unix epoch.",
+            labels=["model_name", "engine", *info],
+        )
+        family.add_metric([self._model_name, self._rank, *info.values()], self._scheduler_time)
         return family
 
     def _collect_counters(self) -> Iterator[Metric]:

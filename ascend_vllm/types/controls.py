@@ -24,6 +24,10 @@ def _worst_state(results: Sequence[str | None]) -> str | None:
     return next((reason for reason in results if reason), None if None in results else "")
 
 
+def _union(results: Sequence[Sequence[Any]]) -> list[Any]:
+    return sorted(set(_joined(results)))
+
+
 def _any_field(results: Sequence[Mapping[str, bool]]) -> dict[str, bool]:
     return {name: any(result[name] for result in results) for name in results[0]}
 
@@ -37,6 +41,8 @@ def _merge_field(name: str, values: Sequence[Any]) -> Any:
         return [f"engine core {rank}: {sentence}" for rank, value in enumerate(values) for sentence in value]
     if isinstance(values[0], Mapping):
         return {key: entry for value in values for key, entry in value.items()}
+    if isinstance(values[0], list):
+        return list(dict.fromkeys(_joined(values)))
     total = sum(values)
     return total / len(values) if name.endswith("_usage") else total
 
@@ -80,6 +86,10 @@ CONTROLS: dict[str, Control] = {
     "profile": Control(("is_start",)),
     # loading as long as one core is, failed if one has
     "load_lora": Control(("name", "number", "path"), merge=_worst_state),
+    # whether a core had it
+    "remove_lora": Control(("number",), merge=any),
+    "pin_lora": Control(("number",), merge=any),
+    "list_loras": Control(merge=_union),
     # the results of all workers, those of the first core first
     "collective_rpc": Control(("method", "timeout", "args", "kwargs"), merge=_joined),
 }

@@ -247,6 +247,9 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_prefix_hits: int = 0
     # None: without speculative decoding
     drafts: DraftStats | None = None
+    # names of the LoRA adapters of requests that run, and of those that wait
+    running_adapters: list[str] = []
+    waiting_adapters: list[str] = []
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, tag=True, gc=False):

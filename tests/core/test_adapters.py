@@ -184,3 +184,55 @@ def test_many_requests_ask_the_workers_once() -> None:
     for request in requests:
         case.manager.remove(request)
     assert case.ready() == []
+
+
+def test_adapters_are_counted_by_what_their_requests_do() -> None:
+    case = Case(max_loras=2, max_cpu_loras=3)
+    assert case.manager.stats() == {"running_adapters": [], "waiting_adapters": []}
+    first, _ = case.begin("a")
+    case.begin("b")
+    case.begin("c")
+    first.transition(RequestStatus.RUNNING)
+    assert case.manager.stats() == {"running_adapters": ["a"], "waiting_adapters": ["c", "b"]}
+    # a request of it runs, another one waits
+    case.begin("a")
+    assert case.manager.stats() == {"running_adapters": ["a"], "waiting_adapters": ["c", "b", "a"]}
+    end(first)
+    assert case.manager.stats()["running_adapters"] == []
+
+
+def test_adapters_are_listed_pinned_and_forgotten() -> None:
+    case = Case(max_loras=1, max_cpu_loras=2)
+    for number, path in enumerate(("a", "b")):
+        assert case.manager.load(path, number + 1, path) == ""
+    assert case.manager.numbers() == [1, 2]
+    assert case.manager.pin(1)
+    for number, why in ((2, "One of --max-cpu-loras 2 has to stay free"), (7, "LoRA 7 is not registered")):
+        with pytest.raises(RequestError, match=f"Pinning failed. {why}"):
+            case.manager.pin(number)
+    assert case.manager.load("c", 3, "c") == ""
+    # though it was used least recently
+    assert case.manager.numbers() == [1, 3]
+    assert case.manager.forget(1)
+    assert not case.manager.forget(1)
+    assert sorted(case.workers.loaded.values()) == ["c"]
+    request, is_ready = case.begin("c")
+    assert is_ready
+    # its number is 1, as of all requests here
+    assert case.manager.forget(1)
+    assert case.manager.numbers() == [3]
+    assert list(case.workers.loaded.values()) == ["c", "c"]
+    end(request)
+    assert case.manager.load("d", 4, "d") == ""
+    assert case.manager.numbers() == [3, 4]
+
+
+def test_a_forgotten_adapter_that_is_used_again_stays() -> None:
+    case = Case(max_loras=2, max_cpu_loras=2)
+    request, _ = case.begin("a")
+    assert case.manager.forget(1)
+    assert case.manager.numbers() == []
+    case.begin("a")
+    assert case.manager.numbers() == [1]
+    assert case.workers.loads == ["a"]
+    end(request)

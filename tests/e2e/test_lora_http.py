@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import pathlib
+import re
 from collections.abc import Iterator
 
 import httpx
@@ -25,14 +27,34 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def server(adapters: dict[str, str]) -> Iterator[Server]:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Adapters that requests may name, and such that they may not: another model's, and a link to "outside"."""
+    base, model = tmp_path_factory.mktemp("base"), tiny_model("llama", dtype="float32")
+    root, far = base / "adapters", base / "outside" / "far"
+    for path, name in (
+        (root / "found", model),
+        (root / "team" / "nested", model),
+        (root / "other", "another/model"),
+        (root / "broken", model),
+        (far, model),
+    ):
+        adapter = Adapter(path.name)
+        write_adapter(path, model, adapter)
+        (path / "adapter_config.json").write_text(json.dumps(adapter.config() | {"base_model_name_or_path": name}))
+    (root / "broken" / "adapter_model.safetensors").write_bytes(b"nothing")
+    (root / "link").symlink_to(far)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(adapters: dict[str, str], directory: pathlib.Path) -> Iterator[Server]:
     modules = ["--lora-modules", *(f"{name}={path}" for name, path in list(adapters.items())[:2])]
     flags = ["--enable-lora", "--max-loras", "8", "--max-cpu-loras", "16", "--max-lora-rank", "16", *modules]
     model = tiny_model("llama", dtype="float32")
     server = Server(
         OPENAI_SERVER,
         ["--model", model, "--served-model-name", "base", "--dtype", "float32", *flags],
-        env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
+        env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_LORA_RESOLVER_CACHE_DIR": str(directory)},
     )
     try:
         server.wait_ready()
@@ -97,6 +119,45 @@ def test_loading_and_unloading(http: httpx.Client, adapters: dict[str, str], tmp
     assert http.post("/v1/completions", json=BODY | {"model": "five"}).status_code == 404
     # what the model itself says has not changed
     assert len({text_of(http, "base"), first, second}) == 3
+
+
+def test_names_that_are_not_known_are_looked_up_in_one_directory(
+    http: httpx.Client, server: Server, directory: pathlib.Path
+) -> None:
+    far = directory.parent / "outside" / "far"
+    assert (far / "adapter_config.json").exists()
+    before = [card["id"] for card in http.get("/v1/models").json()["data"]]
+    for name in ("other", "link", "nothing", "../outside/far", "found/../../outside/far", str(far)):
+        response = http.post("/v1/completions", json=BODY | {"model": name})
+        assert (response.status_code, response.json()["type"]) == (404, "NotFoundError"), name
+        assert response.json()["message"].startswith(f"The model `{name}` does not exist.")
+    for name in (".", "", "\0", "x" * 300, "team"):
+        response = http.post("/v1/completions", json=BODY | {"model": name})
+        assert response.status_code == (404 if name else 200), name
+    response = http.post("/v1/completions", json=BODY | {"model": "broken"})
+    assert response.status_code == 400
+    assert response.json()["message"] == "LoRA adapter 'broken' was found but could not be loaded."
+    assert [card["id"] for card in http.get("/v1/models").json()["data"]] == before
+    texts = {text_of(http, name) for name in ("base", "found", "team/nested")}
+    assert len(texts) == 3
+    cards = {card["id"]: card for card in http.get("/v1/models").json()["data"]}
+    assert cards["found"]["root"] == str(directory / "found")
+    assert cards["found"]["parent"] == "base"
+    assert unload(http, "found").status_code == 200
+    assert "LoRA adapter 'found' loaded from" in server.log
+
+
+def test_metrics_name_the_adapters_of_requests(http: httpx.Client) -> None:
+    body = BODY | {"model": "lora0", "max_tokens": 200, "n": 8, "temperature": 1}
+    pattern = re.compile(r'vllm:lora_requests_info\{.*max_lora="8".*running_lora_adapters="lora0".*\}')
+    with concurrent.futures.ThreadPoolExecutor(1) as clients:
+        answers = [clients.submit(http.post, "/v1/completions", json=body) for _ in range(20)]
+        found = False
+        while not (found or answers[-1].done()):
+            found = pattern.search(http.get("/metrics").text) is not None
+        for answer in answers:
+            answer.cancel()
+    assert found
 
 
 def test_clients_of_many_adapters_get_their_own_adapters_answers(

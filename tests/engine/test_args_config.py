@@ -824,6 +824,12 @@ def test_unusable_device(make_model: MakeModel) -> None:
 def test_refusals_come_before_files_are_read() -> None:
     with pytest.raises(UnsupportedFlagError, match=r"^--enable-prompt-adapter is not supported"):
         config_of("/no/such/dir", enable_prompt_adapter=True)
+    with pytest.raises(
+        UnsupportedFlagError, match=r"^--long-lora-scaling-factors 4.0 is not supported: adapters for"
+    ):
+        config_of("/no/such/dir", long_lora_scaling_factors="4.0")
+    with pytest.raises(UnsupportedFlagError, match=r"^--default-mm-loras is not supported: no kind of input"):
+        config_of("/no/such/dir", default_mm_loras={"audio": "/adapters/audio"})
     with pytest.raises(UnsupportedFlagError, match=r"^--ray-workers-use-nsight is not supported"):
         config_of("/no/such/dir", distributed_executor_backend="ray", ray_workers_use_nsight=True)
     with pytest.raises(UnsupportedFlagError, match=r"^--num-lookahead-slots 1 is not supported"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ascend_vllm.config.cache import kv_cache_specs
+from ascend_vllm.config.lora import LoRAConfig
 from ascend_vllm.engine.metrics import EngineMetrics, Histogram
 from ascend_vllm.engine.output_processor import OutputQueue
 from ascend_vllm.engine.tokenization import Tokenizer
@@ -220,6 +222,27 @@ def test_the_log_line(byte_level: Tokenizer, log: pytest.LogCaptureFixture) -> N
         metrics.log_if_due(now)
     assert len(log.messages) == 2  # one line of zeros, then silence
     assert "Running: 0 reqs" in log.messages[1]
+
+
+def test_lora_adapters(byte_level: Tokenizer, log: pytest.LogCaptureFixture) -> None:
+    assert not [name for name, _ in samples(EngineMetrics(make_config())) if "lora" in name]
+    metrics = EngineMetrics(msgspec.structs.replace(make_config(), lora=LoRAConfig(max_loras=4)))
+    metrics.log_if_due(100.0)
+    before = time.time()
+    stats = SchedulerStats(2, 1, 0.5, 0, running_adapters=["sql", "poems"], waiting_adapters=["jokes"])
+    metrics.record(stats, FakeEngine(byte_level).stats)
+    (found,) = [(dict(rest), value) for (name, rest), value in samples(metrics).items() if "lora" in name]
+    assert found[0] == {
+        "max_lora": "4",
+        "running_lora_adapters": "sql,poems",
+        "waiting_lora_adapters": "jokes",
+    }
+    assert before <= found[1] <= time.time()
+    metrics.log_if_due(105.0)
+    assert log.messages[0].endswith(" LoRA adapters running: sql, poems, waiting: jokes.")
+    metrics.set_idle()
+    (labels,) = [dict(rest) for name, rest in samples(metrics) if "lora" in name]
+    assert labels["running_lora_adapters"] == labels["waiting_lora_adapters"] == ""
 
 
 def test_statistics_can_be_turned_off(byte_level: Tokenizer, log: pytest.LogCaptureFixture) -> None:

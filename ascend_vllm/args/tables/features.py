@@ -37,6 +37,11 @@ class AdapterArgs:
         "Position scales for which long-context LoRA adapters were trained, separated by commas.",
         unsupported="adapters for longer contexts are not available in this version",
     )
+    default_mm_loras: dict[str, Any] | None = flag(
+        None,
+        "The LoRA adapter of each kind of input, such as audio, for requests that have it and name no other.",
+        unsupported="no kind of input has an adapter of its own; requests name one as their model",
+    )
     max_cpu_loras: int | None = flag(None, "The largest number of LoRA adapters that are kept in CPU memory.")
     fully_sharded_loras: bool = flag(
         False,

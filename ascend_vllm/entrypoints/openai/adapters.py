@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
+import json
+import pathlib
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +17,18 @@ from fastapi.responses import PlainTextResponse, Response
 from ascend_vllm.args.parser import LoRAModule
 from ascend_vllm.entrypoints.http.validation import read_by, read_json
 from ascend_vllm.errors import ModelNotFoundError, RequestError
+from ascend_vllm.logger import init_logger
 from ascend_vllm.lora.request import LoRARequest
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from ascend_vllm.engine.async_llm import AsyncLLM
+
+
+logger = init_logger(__name__)
+
+_CONFIG = "adapter_config.json"
 
 
 class UserInputError(RequestError):
@@ -31,19 +41,56 @@ class UnknownAdapterError(ModelNotFoundError):
     """There is no adapter of this name, or no files where it should be."""
 
 
+@dataclasses.dataclass(frozen=True)
+class AdapterDirectory:
+    """Adapters that are found by their name: subdirectories of VLLM_LORA_RESOLVER_CACHE_DIR.
+
+    Attributes:
+        path: of the directory.
+        models: names of the served model, one of which an adapter's configuration must have.
+    """
+
+    path: pathlib.Path
+    models: frozenset[str]
+
+    def find(self, name: str) -> str | None:
+        """The directory of the adapter with this name, without symbolic links, or None: nothing outside is found."""
+        relative = pathlib.PurePath(name)
+        if relative.is_absolute() or ".." in relative.parts:
+            return None
+        try:
+            root = self.path.resolve()
+            found = (root / relative).resolve()
+            if root not in found.parents:
+                return None
+            config = json.loads((found / _CONFIG).read_bytes())
+        except (OSError, ValueError):
+            return None
+        if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+            return None
+        return str(found) if config.get("base_model_name_or_path") in self.models else None
+
+
 class ServedAdapters:
     """Adapters by the names that requests have in `model`.
 
     Args:
         model_names: of the model, which no adapter may have.
         modules: of --lora-modules.
+        directory: of adapters that are loaded when a request names them; None: there is none.
 
     Attributes:
         by_name: the adapters.
     """
 
-    def __init__(self, model_names: Sequence[str], modules: Sequence[LoRAModule] = ()) -> None:
+    def __init__(
+        self,
+        model_names: Sequence[str],
+        modules: Sequence[LoRAModule] = (),
+        directory: AdapterDirectory | None = None,
+    ) -> None:
         self._model_names = model_names
+        self._directory = directory
         self._ids = itertools.count(1)
         # one change of an adapter at a time
         self._locks: dict[str, asyncio.Lock] = {}
@@ -74,9 +121,30 @@ class ServedAdapters:
                     "set 'load_inplace' to True.",
                     "lora_name",
                 )
-            request = self._request(name, path, None)
-            await engine.add_lora(request)
-            self.by_name[name] = request
+            await self._load(engine, name, path)
+
+    async def find(self, engine: AsyncLLM, name: str) -> bool:
+        """Serves the adapter of this name from now on if the directory has one; returns whether it is served.
+
+        Raises:
+            RequestError: it cannot be loaded.
+        """
+        if self._directory is None:
+            return name in self.by_name
+        async with self._lock(name):
+            if name not in self.by_name:
+                path = await asyncio.to_thread(self._directory.find, name)
+                if path is None:
+                    self._locks.pop(name, None)
+                    return False
+                try:
+                    await self._load(engine, name, path)
+                except RequestError as error:
+                    logger.warning("LoRA adapter %r of the directory: %s", name, error)
+                    raise RequestError(
+                        f"LoRA adapter '{name}' was found but could not be loaded.", "model"
+                    ) from error
+            return True
 
     async def unload(self, name: Any) -> None:
         """Serves an adapter no longer; requests that run end with it.
@@ -89,7 +157,14 @@ class ServedAdapters:
         async with self._lock(name):
             if self.by_name.pop(name, None) is None:
                 raise UnknownAdapterError(f"The lora adapter '{name}' cannot be found.", "lora_name")
+        logger.info("LoRA adapter %r is served no longer", name)
         self._locks.pop(name, None)
+
+    async def _load(self, engine: AsyncLLM, name: str, path: str) -> None:
+        request, start = self._request(name, path, None), time.monotonic()
+        await engine.add_lora(request)
+        self.by_name[name] = request
+        logger.info("LoRA adapter %r loaded from %s in %.2f s", name, path, time.monotonic() - start)
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import pathlib
 import sys
 
 from ascend_vllm.entrypoints.interrupts import ending_at_once
 
 with ending_at_once():
     import argparse
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from typing import TYPE_CHECKING
 
+    from ascend_vllm.args.adapters import check_adapters
     from ascend_vllm.args.engine_args import EngineArgs
-    from ascend_vllm.args.parser import FlexibleArgumentParser, LoRAModule, add_flags, fields_from_namespace
+    from ascend_vllm.args.parser import FlexibleArgumentParser, add_flags, fields_from_namespace
     from ascend_vllm.args.tables.server import FrontendArgs
     from ascend_vllm.entrypoints.http import launcher
     from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
@@ -65,7 +65,7 @@ def _run_server(args: argparse.Namespace) -> int:
             f"{given} starts no API server, and the one of --nnodes is on this machine, as --node-rank is 0: leave "
             f"{given} out, or give --nnodes and a --node-rank above 0."
         )
-    _check_adapters(frontend_args.lora_modules or (), engine_args)
+    check_adapters(frontend_args.lora_modules or (), engine_args)
     log_requests = engine_args.enable_log_requests
     if frontend_args.enable_log_outputs and not log_requests:
         raise ConfigError("--enable-log-outputs requires --enable-log-requests.")
@@ -93,26 +93,6 @@ def _run_server(args: argparse.Namespace) -> int:
             api_server_count=count,
         )
     )
-
-
-def _check_adapters(modules: Sequence[LoRAModule], engine_args: EngineArgs) -> None:
-    """Checks --lora-modules before anything is started.
-
-    Raises:
-        ConfigError: a name is used twice, there are no files, or --enable-lora is missing.
-    """
-    if modules and not engine_args.enable_lora:
-        raise ConfigError("--lora-modules needs --enable-lora.")
-    served = engine_args.served_model_name or [engine_args.model]
-    taken = {served} if isinstance(served, str) else set(served)
-    for module in modules:
-        if module.name in taken:
-            raise ConfigError(f"--lora-modules: the name {module.name!r} is served already; choose another one.")
-        taken.add(module.name)
-        if not (pathlib.Path(module.path) / "adapter_config.json").is_file():
-            raise ConfigError(
-                f"--lora-modules {module.name}={module.path}: there is no adapter_config.json in this directory."
-            )
 
 
 def main() -> None:

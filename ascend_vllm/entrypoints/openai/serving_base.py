@@ -145,10 +145,12 @@ class ServingBase:
     def model_name(self) -> str:
         return self.settings.model_names[0]
 
-    def check_model(self, model: str | None) -> None:
+    async def check_model(self, model: str | None) -> None:
         """Raise `ModelNotFoundError` unless the name is served; no name means the served model."""
         settings = self.settings
-        if model and model not in settings.model_names and model not in settings.adapters.by_name:
+        if not model or model in settings.model_names or model in settings.adapters.by_name:
+            return
+        if not await settings.adapters.find(self.engine, model):
             raise settings.unknown_model(model)
 
     async def generate_whole(self, parts: Sequence[EngineRequest], http: Request) -> list[RequestOutput]:
@@ -220,7 +222,7 @@ class ServingBase:
             cache_salt=part.request.cache_salt,
             trace_headers=part.headers,
             is_further=part.is_further,
-            lora_request=self.settings.adapters.by_name.get(part.request.model or ""),
+            lora_request=self.settings.adapter(part.request.model),
         )
         if part.params.structured_outputs is not None:
             outputs = _name_constraint(outputs, part.request.constraint_field)

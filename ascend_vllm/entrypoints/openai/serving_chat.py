@@ -55,7 +55,7 @@ class ServingChat(ServingBase):
             request: of a client.
             http: preparing stops when its client disconnects; None: it does not stop.
         """
-        self.check_model(request.model)
+        await self.check_model(request.model)
         request.check_supported()
         check_request(request, 1, self.settings.max_sequences, self.settings.max_n, "messages")
         parsers = self.settings.parsers

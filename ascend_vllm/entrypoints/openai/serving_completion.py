@@ -41,7 +41,7 @@ class ServingCompletion(ServingBase):
 
     async def create(self, request: CompletionRequest, http: Request) -> Response:
         """The answer to one request."""
-        self.check_model(request.model)
+        await self.check_model(request.model)
         request.check_supported()
         prompts = await self._prompts(request, http)
         max_tokens = [self._max_tokens(request, prompt) for prompt in prompts]

@@ -74,7 +74,7 @@ class ServingPooling(ServingBase):
         Raises:
             RequestError: the request is wrong.
         """
-        self._check(request, "embed", "Embeddings")
+        await self._check(request, "embed", "Embeddings")
         response_id, outputs = await self._pool_prompts(request, http, "embd")
 
         def make() -> Response:
@@ -90,7 +90,7 @@ class ServingPooling(ServingBase):
 
     async def create_pooling(self, request: PoolingRequest, http: Request) -> Response:
         """The pooler's results for prompts, whatever its task; raises as `create_embeddings`."""
-        self._check(request)
+        await self._check(request)
         check_task(request.task, self._pooler)
         if request.dimensions is not None:
             raise RequestError("dimensions is currently not supported", "dimensions")
@@ -109,7 +109,7 @@ class ServingPooling(ServingBase):
 
     async def create_classification(self, request: ClassificationRequest, http: Request) -> Response:
         """The labels' probabilities of prompts; raises as `create_embeddings`."""
-        self._check(request, "classify", "Classification")
+        await self._check(request, "classify", "Classification")
         response_id, outputs = await self._pool_prompts(request, http, "classify")
         labels = self._pooler.labels
         data = [
@@ -147,9 +147,9 @@ class ServingPooling(ServingBase):
             )
         )
 
-    def _check(self, request: PoolingApiRequest, task: str | None = None, api: str = "") -> None:
+    async def _check(self, request: PoolingApiRequest, task: str | None = None, api: str = "") -> None:
         """Checks that need no tokenised prompts: the model's name, unsupported fields, the pooler's task."""
-        self.check_model(request.model)
+        await self.check_model(request.model)
         request.check_supported()
         if task is not None and task != self._pooler.task:
             raise UnsupportedApiError(f"The model does not support {api} API")
@@ -158,7 +158,7 @@ class ServingPooling(ServingBase):
         self, request: ScoreRequest | RerankRequest, http: Request, first: list[str], second: list[str]
     ) -> tuple[str, list[float], list[Output]]:
         """Returns the answer's id, the scores of all pairs, and the engine's outputs for the usage."""
-        self._check(request, "classify" if self._pooler.convert == "classify" else None, "Score")
+        await self._check(request, "classify" if self._pooler.convert == "classify" else None, "Score")
         # a cross-encoder has one prompt per pair, other models one per text
         num_prompts = max(len(first), len(second)) if is_cross_encoder(self._pooler) else len(first) + len(second)
         check_sequences(num_prompts, None, None, self.settings.max_sequences, "documents")
@@ -225,6 +225,7 @@ class ServingPooling(ServingBase):
                     priority=request.priority,
                     cache_salt=request.cache_salt,
                     is_further=index > 0,
+                    lora_request=self.settings.adapter(request.model),
                 )
             )
         return response_id, await run_unless_disconnected(http.receive, collect(generators))

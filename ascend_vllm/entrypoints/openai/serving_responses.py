@@ -106,7 +106,7 @@ class ServingResponses:
 
     async def _create(self, request: ResponsesRequest, http: Request) -> Response:
         """See `create`; errors may name fields as the chat endpoint calls them."""
-        self._chat.check_model(request.model)
+        await self._chat.check_model(request.model)
         request.check_supported()
         if request.background and self.store is None:
             raise InvalidResponseError(_NO_STORE, "background")

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import pathlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import ascend_vllm
-from ascend_vllm import log_lines
+from ascend_vllm import envs, log_lines
 from ascend_vllm.args.tables.server import DEFAULT_MAX_SEQUENCES
-from ascend_vllm.entrypoints.openai.adapters import ServedAdapters
+from ascend_vllm.entrypoints.openai.adapters import AdapterDirectory, ServedAdapters
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
 from ascend_vllm.entrypoints.openai.request_limits import n_limit
 from ascend_vllm.entrypoints.templates.chat_template import ContentFormat
 from ascend_vllm.entrypoints.templates.pool import TemplatePool, limits_for
 from ascend_vllm.errors import ModelNotFoundError
+from ascend_vllm.lora.request import LoRARequest
 
 if TYPE_CHECKING:
     from ascend_vllm.args.tables.server import FrontendArgs
+    from ascend_vllm.config.engine import EngineConfig
     from ascend_vllm.engine.async_llm import AsyncLLM
 
 
@@ -106,10 +109,32 @@ class ServingSettings:
             trace=config.observability.otlp_traces_endpoint is not None,
             max_sequences=args.sequence_limit,
             max_n=n_limit(args.sequence_limit),
-            adapters=ServedAdapters(config.model.served_model_names, args.lora_modules or ()),
+            adapters=ServedAdapters(
+                config.model.served_model_names, args.lora_modules or (), _adapter_directory(config)
+            ),
         )
 
     def unknown_model(self, name: str) -> ModelNotFoundError:
         """The error of a request for a model that is not served."""
         aliases = ", ".join(self.model_names)
         return ModelNotFoundError(f"The model `{name}` does not exist. Valid aliases: {aliases}.", param="model")
+
+    def adapter(self, model: str | None) -> LoRARequest | None:
+        """The adapter that a request names as its model; None: the model as it is.
+
+        Raises:
+            ModelNotFoundError: the name is served no longer.
+        """
+        if not model or model in self.model_names:
+            return None
+        if (adapter := self.adapters.by_name.get(model)) is None:
+            raise self.unknown_model(model)
+        return adapter
+
+
+def _adapter_directory(config: EngineConfig) -> AdapterDirectory | None:
+    """Where adapters are found by the names in requests, if that is asked for."""
+    path = envs.lora_resolver_cache_dir()
+    if not path or config.lora is None or not envs.allow_runtime_lora_updating():
+        return None
+    return AdapterDirectory(pathlib.Path(path), frozenset({config.model.model, config.model.source}) - {""})

@@ -30,7 +30,7 @@ class ServingTokens(ServingBase):
             ValidationError: neither prompt nor messages.
             EngineBusyError: too many long texts wait to be tokenised.
         """
-        self.check_model(request.model)
+        await self.check_model(request.model)
         if request.messages is None:
             if request.prompt is None:
                 raise ValidationError.from_exception_data(
@@ -67,7 +67,7 @@ class ServingTokens(ServingBase):
         Raises:
             RequestError: an unknown model, or too many ids.
         """
-        self.check_model(request.model)
+        await self.check_model(request.model)
         self.prompts.tokenizer().check_num_ids(request.tokens, self.settings.max_model_len)
         decoding = self.prompts.tokenizer().decode_async(request.tokens)
         return json_response(DetokenizeResponse(await unless_gone(http, len(request.tokens), decoding)))
