@@ -32,6 +32,7 @@ from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.entrypoints.lmdeploy.pipeline import Pipeline, WordTokens, _make_engine_config
 from ascend_vllm.errors import ConfigError, RequestError
 from tests.benchmark_modules import run_here
+from tests.lora_adapters import Adapter, write_adapter
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
 NUM_BLOCKS = 128
@@ -615,6 +616,32 @@ def test_pytorch_settings_reach_the_engine() -> None:
         assert pipe.llm_engine.core.num_cpu_blocks == 50
 
 
+def test_adapters_answer_by_their_names(tmp_path: pathlib.Path) -> None:
+    model = tiny_model("qwen2-tied")
+    made = (Adapter("low", rank=4, ranks={"q_proj": 20}), Adapter("high", rank=16))
+    adapters = {adapter.name: write_adapter(tmp_path / adapter.name, model, adapter) for adapter in made}
+    config = GenerationConfig(max_new_tokens=8, ignore_eos=True)
+    prompts = ["Hello", "1 2 3"]
+    backend = PytorchEngineConfig(session_len=128, block_size=16, num_gpu_blocks=40, adapters=adapters)
+    with pipeline(model, backend_config=backend, dtype="float32") as pipe:
+        limits = pipe.llm_engine.config.lora
+        assert limits is not None
+        assert (limits.max_rank, limits.max_loras) == (32, 2)
+        answers = {}
+        for name in (None, *adapters):
+            responses = pipe(prompts, config, adapter_name=name)
+            assert isinstance(responses, list)
+            answers[name] = [one.text for one in responses]
+        assert len({tuple(texts) for texts in answers.values()}) == 3
+        for name, texts in answers.items():
+            streamed = ["", ""]
+            for part in pipe.stream_infer(prompts, config, adapter_name=name):
+                streamed[part.index] += part.text
+            assert streamed == texts
+        with pytest.raises(RequestError, match="There is no adapter 'middle'; the pipeline's adapters: low, high"):
+            pipe(prompts, config, adapter_name="middle")
+
+
 @pytest.mark.parametrize("eviction_type", ["recompute", "copy"])
 def test_eviction_changes_no_answer(eviction_type: str) -> None:
     config = GenerationConfig(max_new_tokens=60, ignore_eos=True)
@@ -636,7 +663,7 @@ def test_eviction_changes_no_answer(eviction_type: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "words"),
     [
-        (PytorchEngineConfig(adapters={"a": "/a"}), "adapters is not supported: LoRA is not available"),
+        (PytorchEngineConfig(adapters={"a": "/a"}), r"adapters 'a': /a/adapter_config.json"),
         (PytorchEngineConfig(device_type="cuda"), "--device cuda"),
         (PytorchEngineConfig(block_size=17), "--block-size must be one of"),
         (TurbomindEngineConfig(use_logn_attn=True), "use_logn_attn is not supported"),

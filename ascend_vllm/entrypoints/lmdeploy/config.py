@@ -28,7 +28,6 @@ _NOT_NEGATIVE = ("rope_scaling_factor", "num_cpu_blocks", "num_gpu_blocks")
 # fields of unsupported features
 _REFUSALS: Mapping[str, Refusal] = {
     "model_format": Refusal("checkpoints are read in Hugging Face layout, with unquantised weights", (None, "hf")),
-    "adapters": Refusal("LoRA is not available in this version", (None, {})),
     "use_logn_attn": Refusal("there is no attention with logarithmic scaling", (False,)),
 }
 # field → the field of `EngineArgs` with the same meaning
@@ -245,7 +244,7 @@ class PytorchEngineConfig(_EngineConfig):
         block_size: tokens of a KV block.
         num_cpu_blocks: KV blocks in CPU memory for "copy"; 0: 4 GiB.
         num_gpu_blocks: KV blocks; 0: by memory.
-        adapters: LoRA adapters; not supported in this version.
+        adapters: LoRA adapters, their directories by the names that calls have as adapter_name.
         max_prefill_token_num: most prompt tokens of a step; longer prompts are cut.
         cache_max_entry_count: see `TurbomindEngineConfig`; None: the platform decides.
         tp, session_len, max_batch_size, dtype, enable_prefix_caching, quant_policy, download_dir, revision: see

@@ -16,6 +16,7 @@ import dataclasses
 import itertools
 import logging
 import math
+import pathlib
 import random
 import warnings
 import weakref
@@ -25,6 +26,7 @@ from typing import Any
 import tqdm
 
 from ascend_vllm.args.engine_args import EngineArgs
+from ascend_vllm.args.feature_checks import LORA_RANKS
 from ascend_vllm.args.hf_files import weight_bytes
 from ascend_vllm.config.cache import kv_cache_specs
 from ascend_vllm.config.engine import EngineConfig
@@ -41,8 +43,10 @@ from ascend_vllm.entrypoints.lmdeploy.config import (
 from ascend_vllm.entrypoints.lmdeploy.requests import SharedRequests
 from ascend_vllm.entrypoints.lmdeploy.templates import ChatTemplateConfig, PromptTemplate, choose_template
 from ascend_vllm.entrypoints.offline.guided_options import from_response_format
-from ascend_vllm.errors import ConfigError, RequestError
+from ascend_vllm.errors import ConfigError, ModelLoadError, RequestError
 from ascend_vllm.logger import init_logger
+from ascend_vllm.lora.request import LoRARequest
+from ascend_vllm.model_files import read_json
 from ascend_vllm.outputs import PositionLogprobs, RequestOutput
 from ascend_vllm.platforms.facts import probe_npus
 from ascend_vllm.platforms.host import available_memory_bytes
@@ -115,7 +119,7 @@ def pipeline(
         template = choose_template(
             chat_template_config, model_name or backend.model_name, model_path, engine.tokenizer
         )
-        return Pipeline(engine, engine.tokenizer, template)
+        return Pipeline(engine, engine.tokenizer, template, _adapters_of(backend))
     except BaseException:
         engine.shutdown()
         raise
@@ -130,6 +134,7 @@ class Pipeline:
         engine: runs the model; shut down with this object.
         tokenizer: the engine's.
         chat_template: makes prompts of strings and messages.
+        adapters: directories of LoRA adapters by their names.
 
     Attributes:
         llm_engine: the engine underneath.
@@ -137,8 +142,17 @@ class Pipeline:
         session_len: most tokens of prompt and output together.
     """
 
-    def __init__(self, engine: LLMEngine, tokenizer: Tokenizer, chat_template: PromptTemplate) -> None:
+    def __init__(
+        self,
+        engine: LLMEngine,
+        tokenizer: Tokenizer,
+        chat_template: PromptTemplate,
+        adapters: Mapping[str, str] | None = None,
+    ) -> None:
         self.llm_engine = engine
+        self._adapters = {
+            name: LoRARequest(name, number, path) for number, (name, path) in enumerate((adapters or {}).items(), 1)
+        }
         self.chat_template = chat_template
         self.session_len = engine.max_model_len
         self._tokenizer = tokenizer
@@ -167,6 +181,7 @@ class Pipeline:
         do_preprocess: bool = True,
         *,
         use_tqdm: bool = False,
+        adapter_name: str | None = None,
     ) -> Response | list[Response]:
         """Answers a prompt, or each of a list of prompts.
 
@@ -178,6 +193,7 @@ class Pipeline:
             top_k, top_p, temperature, repetition_penalty, ignore_eos: see `GenerationConfig`.
             do_preprocess: put strings into the chat template as a user's message; False: take them as they are.
             use_tqdm: show a progress bar.
+            adapter_name: of the LoRA adapter to answer with, see `PytorchEngineConfig`; None: the model as it is.
 
         Returns:
             A response, or for a list of prompts one for each, in their order. A prompt that has no room for
@@ -196,7 +212,7 @@ class Pipeline:
                 repetition_penalty=repetition_penalty,
                 ignore_eos=ignore_eos,
             )
-        return self.batch_infer(prompts, gen_config, do_preprocess, use_tqdm=use_tqdm)
+        return self.batch_infer(prompts, gen_config, do_preprocess, use_tqdm=use_tqdm, adapter_name=adapter_name)
 
     def batch_infer(
         self,
@@ -205,17 +221,19 @@ class Pipeline:
         do_preprocess: bool = True,
         *,
         use_tqdm: bool = False,
+        adapter_name: str | None = None,
     ) -> Response | list[Response]:
         """Answers a prompt, or each of a list of prompts; without gen_config greedily.
 
         The arguments, the result and the errors are those of calling the pipeline.
         """
         is_single = _is_single(prompts)
+        lora = self._adapter(adapter_name)
         jobs = self._make_jobs(prompts, gen_config, do_preprocess, RequestOutputKind.FINAL_ONLY)
         responses = [job.make_empty_response() for job in jobs]
         with tqdm.tqdm(total=len(jobs), desc="Processed prompts", disable=not use_tqdm) as progress:
             progress.update(sum(job.is_too_long for job in jobs))
-            for response in self._run(jobs):
+            for response in self._run(jobs, lora):
                 responses[response.index] = response
                 progress.update(1)
         return responses[0] if is_single else responses
@@ -225,6 +243,8 @@ class Pipeline:
         prompts: Prompts,
         gen_config: GenerationConfig | Sequence[GenerationConfig] | None = None,
         do_preprocess: bool = True,
+        *,
+        adapter_name: str | None = None,
     ) -> Iterator[Response]:
         """Streams the answers to prompts; without gen_config greedily.
 
@@ -239,7 +259,8 @@ class Pipeline:
             for response in pipe.stream_infer("Hi"):
                 print(response.text, end="", flush=True)
         """
-        return self._stream(self._make_jobs(prompts, gen_config, do_preprocess, RequestOutputKind.DELTA))
+        lora = self._adapter(adapter_name)
+        return self._stream(self._make_jobs(prompts, gen_config, do_preprocess, RequestOutputKind.DELTA), lora)
 
     def close(self) -> None:
         """Frees the model and the KV cache now; deleting the object does the same."""
@@ -251,15 +272,23 @@ class Pipeline:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _stream(self, jobs: list[_Job]) -> Iterator[Response]:
-        yield from (job.make_empty_response() for job in jobs if job.is_too_long)
-        yield from self._run(jobs)
+    def _adapter(self, name: str | None) -> LoRARequest | None:
+        if name is None:
+            return None
+        if name not in self._adapters:
+            known = ", ".join(self._adapters) or "none"
+            raise RequestError(f"There is no adapter {name!r}; the pipeline's adapters: {known}.", "adapter_name")
+        return self._adapters[name]
 
-    def _run(self, jobs: list[_Job]) -> Iterator[Response]:
+    def _stream(self, jobs: list[_Job], lora: LoRARequest | None) -> Iterator[Response]:
+        yield from (job.make_empty_response() for job in jobs if job.is_too_long)
+        yield from self._run(jobs, lora)
+
+    def _run(self, jobs: list[_Job], lora: LoRARequest | None) -> Iterator[Response]:
         """The engine's outputs, as they come."""
         by_id = {str(job.number): job for job in jobs if not job.is_too_long}
         requests = {request_id: (job.prompt, job.params) for request_id, job in by_id.items()}
-        with contextlib.closing(self._requests.run(requests)) as outputs:
+        with contextlib.closing(self._requests.run(requests, lora)) as outputs:
             for output in outputs:
                 yield by_id[output.request_id].make_response(output)
 
@@ -485,7 +514,9 @@ class WordTokens:
 
 def _make_engine_config(model: str, backend: BackendConfig, overrides: Mapping[str, Any]) -> EngineConfig:
     """The engine's configuration: converts LMDeploy's memory shares and blocks to bytes for this model."""
-    args = EngineArgs(**{"model": model, "disable_log_stats": True, **backend.engine_args(), **overrides})
+    adapters = _adapter_args(_adapters_of(backend))
+    given = {"model": model, "disable_log_stats": True, **backend.engine_args(), **adapters, **overrides}
+    args = EngineArgs(**given)
     config = args.create_engine_config()
     sizes: dict[str, Any] = {}
     if backend.max_prefill_token_num is not None:
@@ -499,6 +530,35 @@ def _make_engine_config(model: str, backend: BackendConfig, overrides: Mapping[s
         sizes["swap_space"] = backend.num_cpu_blocks * _block_bytes(config) / _GIB
     sizes = {name: value for name, value in sizes.items() if name not in overrides}
     return dataclasses.replace(args, **sizes).create_engine_config() if sizes else config
+
+
+def _adapters_of(backend: BackendConfig) -> Mapping[str, str]:
+    """The directories of a backend's adapters, by their names."""
+    return (backend.adapters or {}) if isinstance(backend, PytorchEngineConfig) else {}
+
+
+def _adapter_args(adapters: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of `EngineArgs` with which all adapters can be in use at once.
+
+    Raises:
+        ConfigError: the configuration of an adapter cannot be read, or its rank is too large.
+    """
+    if not adapters:
+        return {}
+    largest = 1
+    for name, path in adapters.items():
+        try:
+            config = read_json(pathlib.Path(path) / "adapter_config.json", dict)
+        except ModelLoadError as error:
+            raise ConfigError(f"adapters {name!r}: {error}") from error
+        patterns = config.get("rank_pattern") or {}
+        ranks = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
+        largest = max(largest, *(rank for rank in ranks if isinstance(rank, int)), 1)
+    fitting = next((rank for rank in LORA_RANKS if rank >= largest), None)
+    if fitting is None:
+        raise ConfigError(f"adapters: the largest rank is {largest}, {LORA_RANKS[-1]} is possible at most.")
+    count = len(adapters)
+    return {"enable_lora": True, "max_loras": count, "max_cpu_loras": count, "max_lora_rank": fitting}
 
 
 def _kv_cache_bytes(config: EngineConfig, share: float) -> int:

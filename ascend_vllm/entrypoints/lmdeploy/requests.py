@@ -8,6 +8,7 @@ from collections.abc import Generator, Mapping
 
 from ascend_vllm.engine.input_processor import TokensPrompt
 from ascend_vllm.engine.llm_engine import LLMEngine
+from ascend_vllm.lora.request import LoRARequest
 from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.sampling_params import SamplingParams
 
@@ -22,9 +23,13 @@ class SharedRequests:
         self._inboxes: dict[str, collections.deque[RequestOutput]] = {}
 
     def run(
-        self, requests: Mapping[str, tuple[TokensPrompt, SamplingParams]]
+        self, requests: Mapping[str, tuple[TokensPrompt, SamplingParams]], lora: LoRARequest | None = None
     ) -> Generator[RequestOutput, None, None]:
         """The outputs of new requests, by id, until all have finished; closing the generator aborts the others.
+
+        Args:
+            requests: prompt and parameters by id.
+            lora: the adapter of all; None: the model as it is.
 
         Raises:
             RequestError: a request is wrong.
@@ -35,7 +40,7 @@ class SharedRequests:
         try:
             for request_id, (prompt, params) in requests.items():
                 with self._lock:
-                    self._engine.add_request(request_id, prompt, params)
+                    self._engine.add_request(request_id, prompt, params, lora_request=lora)
                     self._inboxes[request_id] = inbox
                     open_ids.add(request_id)
             while open_ids:
