@@ -84,6 +84,7 @@ class AdapterSite:
         inputs: columns of A that this rank has.
         total_inputs: all columns of A.
         tensors: end of the matrices' names in adapters, with a place for "A" and "B".
+        used: slots whose adapters change the layer.
     """
 
     slots: AdapterSlots
@@ -91,9 +92,10 @@ class AdapterSite:
     inputs: Shard
     total_inputs: int
     tensors: str = "lora_{}.weight"
+    used: set[int] = dataclasses.field(default_factory=set)
 
     def pack(self, matrices: Mapping[str, Matrices]) -> PackedAdapter | None:
-        """The parts of an adapter that this rank needs, for `AdapterSlots.place`.
+        """The parts of an adapter that this rank needs, for `place`.
 
         Args:
             matrices: of the adapter, by names in the checkpoint.
@@ -106,6 +108,14 @@ class AdapterSite:
         """
         parts = [self._part_of(output, matrices.get(output.name)) for output in self.outputs]
         return self.slots.pack(parts) if any(part is not None for part in parts) else None
+
+    def place(self, slot: int, adapter: PackedAdapter | None) -> None:
+        """Puts what `pack` returned into a slot."""
+        self.slots.place(slot, adapter)
+        if adapter is None:
+            self.used.discard(slot)
+        else:
+            self.used.add(slot)
 
     def _part_of(self, output: LinearOutput, part: Matrices | None) -> tuple[torch.Tensor, torch.Tensor] | None:
         """This rank's columns of A and rows of B."""
@@ -205,7 +215,10 @@ class LoRALinear(AdaptedMethod):
 
 
 class LoRAHead(LoRALinear):
-    """An LM head with adapters, which call it `lm_head` even if its weight is that of the embedding."""
+    """An LM head with adapters, which call it `lm_head` even if its weight is that of the embedding.
+
+    Heads are in no tapes and graphs, so nothing need be launched for adapters that leave them as they are.
+    """
 
     def _targets(self, layer: LinearLayer) -> tuple[LinearOutput, ...]:
         return tuple(dataclasses.replace(output, name=_HEAD) for output in layer.outputs)
@@ -213,6 +226,9 @@ class LoRAHead(LoRALinear):
     def _rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         slots = self._slots[self._step_state.logits_tokens][:count]
         return slots, None if self._order is None else slots.argsort(stable=True)
+
+    def _add(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        return super()._add(x, result) if self.sites[0].used else result
 
 
 class LoRAEmbedding(AdaptedMethod):
@@ -322,7 +338,7 @@ class ModelAdapters:
     def place(self, slot: int, adapter: Sequence[PackedAdapter | None]) -> None:
         """Puts what `pack` returned into a slot, whose rows must have ended; None: a layer stays as it is."""
         for site, part in zip(self._sites, adapter, strict=True):
-            site.slots.place(slot, part)
+            site.place(slot, part)
 
     def _is_elsewhere(self, target: str) -> bool:
         return any(pattern.fullmatch(f"{target}.weight") for pattern in self._elsewhere)

@@ -17,7 +17,7 @@ from ascend_vllm.lora.request import LoRARequest
 from ascend_vllm.ops import ascend_custom
 from ascend_vllm.ops.ascend_lora import CustomSlots, DenseSlots, make_slots
 from ascend_vllm.ops.lora import AdapterSlots
-from tests.lora_adapters import Adapter, write_adapter
+from tests.lora_adapters import ALL_LINEAR, Adapter, write_adapter
 from tests.npu.recorder import traced
 from tests.tiny_models import tiny_model
 
@@ -100,7 +100,11 @@ def test_weights_that_are_not_finite_are_refused(form: str) -> None:
         slots.pack([(torch.full((4, INPUTS), 1e6), torch.ones(16, 4))])
 
 
-ADAPTERS = (Adapter("all", rank=16), Adapter("attention", modules=("q_proj", "v_proj")), Adapter("mlp", rank=3))
+ADAPTERS = (
+    Adapter("all", rank=16),
+    Adapter("attention", modules=("q_proj", "v_proj")),
+    Adapter("head", rank=3, modules=(*ALL_LINEAR, "lm_head")),
+)
 PROMPTS = ("The quick brown fox", "Hello!", "Blocks of the cache hold keys", "1 2 3 4 5", "Serving a model")
 
 
