@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.lora_adapters import Adapter, write_adapter
+from tests.lora_adapters import ALL_LINEAR, VOCABULARY, Adapter, write_adapter
 from tests.server import OPENAI_SERVER, Server, client_of_many
 from tests.tiny_models import tiny_model
 
@@ -22,7 +22,14 @@ BODY = {"prompt": [5, 6, 7, 8], "max_tokens": 10, "temperature": 0, "ignore_eos"
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     model, directory = tiny_model("llama", dtype="float32"), tmp_path_factory.mktemp("adapters")
-    made = [Adapter(f"lora{index}", rank=(4, 8, 16)[index % 3]) for index in range(NUM_ADAPTERS)]
+    made = [
+        Adapter(
+            f"lora{index}",
+            rank=(4, 8, 16)[index % 3],
+            modules=ALL_LINEAR if index % 4 else (*ALL_LINEAR, *VOCABULARY),
+        )
+        for index in range(NUM_ADAPTERS)
+    ]
     return {adapter.name: write_adapter(directory / adapter.name, model, adapter) for adapter in made}
 
 
@@ -160,6 +167,22 @@ def test_metrics_name_the_adapters_of_requests(http: httpx.Client) -> None:
     assert found
 
 
+def test_a_request_ends_with_the_adapter_that_has_been_unloaded(http: httpx.Client, adapters: dict[str, str]) -> None:
+    assert load(http, "brief", adapters["lora8"]).status_code == 200
+    body = BODY | {"model": "brief", "max_tokens": 100}
+    alone = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    pieces = []
+    with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                pieces.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
+            if len(pieces) == 1 and line:
+                assert unload(http, "brief").status_code == 200
+                pieces.append("")
+    assert "".join(pieces) == alone
+    assert http.post("/v1/completions", json=body).status_code == 404
+
+
 def test_clients_of_many_adapters_get_their_own_adapters_answers(
     http: httpx.Client, adapters: dict[str, str]
 ) -> None:
@@ -168,7 +191,8 @@ def test_clients_of_many_adapters_get_their_own_adapters_answers(
         assert load(http, name, path).status_code == 200
     alone = {name: text_of(http, name) for name in names}
     assert len(set(alone.values())) > NUM_ADAPTERS * 0.9
-    everybody = [name for name in names for _ in range(3)]
+    alone["base"] = text_of(http, "base")
+    everybody = [name for name in alone for _ in range(3)]
     with concurrent.futures.ThreadPoolExecutor(64) as clients:
         answers = [(name, clients.submit(text_of, http, name)) for name in everybody]
         churn = [clients.submit(load, http, f"new{index}", adapters[f"lora{index}"]) for index in range(6)]
