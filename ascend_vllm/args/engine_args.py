@@ -177,8 +177,10 @@ class EngineArgs(EngineFlags):
             raise UnsupportedFlagError(
                 f"--lora-dtype {self.lora_dtype}", f"NPUs multiply adapters in the model's {dtype}, use auto"
             )
-        if arch.latent is not None:
-            raise UnsupportedFlagError("--enable-lora", "latent attention has no LoRA adapters in this version")
+        if arch.latent is not None and facts.name != "cpu":
+            raise UnsupportedFlagError(
+                "--enable-lora", f"adapters for latent attention are not available on --device {facts.name}"
+            )
         return LoRAConfig(
             max_loras=self.max_loras,
             max_rank=self.max_lora_rank,

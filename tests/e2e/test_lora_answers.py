@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from ascend_vllm import LLM, SamplingParams
+from ascend_vllm.errors import RequestError
 from ascend_vllm.lora.request import LoRARequest
 from ascend_vllm.sampling_params import StructuredOutputsParams
 from tests import quantized_checkpoints as formats
@@ -30,6 +33,12 @@ ADAPTERS = (
     Adapter("patterns", ranks={"q_proj": 12, "down_proj": 3}, alphas={"o_proj": 40.0}),
     Adapter("words", rank=12, modules=VOCABULARY, ranks={"lm_head": 5}),
     Adapter("everything", modules=(*ALL_LINEAR, *VOCABULARY), rank=20),
+)
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
+LATENT_ADAPTERS = (
+    Adapter("latents", rank=16, modules=_LATENT),
+    Adapter("queries", rank=4, modules=("q_a_proj", "q_b_proj")),
+    Adapter("both", modules=(*_LATENT, *VOCABULARY)),
 )
 # of a prompt for each adapter, between two for the model itself
 LENGTHS = (3, 40, 17, 1, 29, 8, 60, 2, 33, 5, 21, 12)
@@ -84,10 +93,11 @@ def greedy(model: Any, ids: list[int], allowed: Callable[[list[int]], list[int]]
 
 @functools.cache
 def adapters_of(model: str) -> list[LoRARequest]:
+    adapters = LATENT_ADAPTERS if "deepseek" in model else ADAPTERS
     root = tiny_root() / f"adapters-of-{pathlib.Path(model).parent.name}-{pathlib.Path(model).name}"
-    paths = [write_adapter(root / adapter.name, model, adapter) for adapter in ADAPTERS]
+    paths = [write_adapter(root / adapter.name, model, adapter) for adapter in adapters]
     return [
-        LoRARequest(adapter.name, n + 1, path) for n, (adapter, path) in enumerate(zip(ADAPTERS, paths, strict=True))
+        LoRARequest(adapter.name, n + 1, path) for n, (adapter, path) in enumerate(zip(adapters, paths, strict=True))
     ]
 
 
@@ -180,6 +190,31 @@ def test_adapters_of_quantized_models(
     # rounding while loading begins with the weights that were not rounded
     model = str(formats.float_model()) if declared is None else quantized
     assert_answers(model, rows_of(meant), bound=5e-3, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2, "max_loras": 2}])
+def test_latent_attention(options: dict[str, Any]) -> None:
+    model = tiny_model("deepseek-v2", dtype="float32")
+    assert_answers(model, rows_of(model), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("deepseek-v2", "self_attn.kv_b_proj"), ("mixtral", "block_sparse_moe.gate"), ("llama", "self_attn.q_norm")],
+)
+def test_layers_without_adapters_are_refused_by_name(tmp_path: pathlib.Path, name: str, module: str) -> None:
+    layer = f"model.layers.1.{module}"
+    (tmp_path / "adapter_config.json").write_text(json.dumps(Adapter("odd").config()))
+    tensors = {"A": torch.zeros(8, 64), "B": torch.zeros(64, 8)}
+    save_file(
+        {f"base_model.model.{layer}.lora_{matrix}.weight": tensor for matrix, tensor in tensors.items()},
+        tmp_path / "adapter_model.safetensors",
+    )
+    llm = LLM(tiny_model(name, dtype="float32"), dtype="float32", enable_lora=True)
+    lora = LoRARequest("odd", 1, str(tmp_path))
+    with pytest.raises(RequestError, match=rf"odd failed: .*expected target modules in .* received \['{layer}'\]"):
+        llm.llm_engine.add_lora(lora)
+    llm.shutdown()
 
 
 def test_beams_and_structured_outputs() -> None:

@@ -183,6 +183,9 @@ def test_decoding_replays(form: str, enforce_eager: bool, tmp_path: pathlib.Path
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedFlagError, match=r"--lora-dtype float32.*NPUs multiply adapters in the model's"):
         make_engine(lora_dtype="float32")
+    latent = EngineArgs(tiny_model("deepseek-v2-512", "float16"), device="npu", swap_space=0, enable_lora=True)
+    with pytest.raises(UnsupportedFlagError, match="adapters for latent attention are not available on --device npu"):
+        latent.create_engine_config()
     monkeypatch.setenv("INFER_MODE", "PTA")
     with pytest.raises(ConfigError, match="INFER_MODE=PTA does not go with --enable-lora"):
         make_engine()
