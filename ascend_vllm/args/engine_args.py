@@ -22,6 +22,7 @@ from ascend_vllm.args.parser import (
     length,
 )
 from ascend_vllm.args.quantization_files import check_quantization
+from ascend_vllm.args.speculation import speculative_config
 from ascend_vllm.args.structured import structured_outputs_config
 from ascend_vllm.args.tables.engine import EngineFlags
 from ascend_vllm.args.tables.server import FrontendArgs, GenerateServerArgs
@@ -160,6 +161,7 @@ class EngineArgs(EngineFlags):
             ),
             structured=structured_outputs_config(self.guided_decoding_backend, self.structured_outputs_config),
             lora=self._lora_config(arch, dtype, facts),
+            speculation=speculative_config(self, model),
         )
         checks.check_tracing(self.collect_detailed_traces, self.otlp_traces_endpoint)
         hf_checks.check_size(config, hf_config, hf_files.weight_bytes(directory))

@@ -35,6 +35,7 @@ def resolve_graph_config(config: EngineConfig, max_seq_len_to_capture: int) -> G
         raise ConfigError(f"--max-seq-len-to-capture must be at least 1, got {max_seq_len_to_capture}.")
     asks = envs.infer_mode() == "PTA"
     is_cpu = config.device.device == "cpu"
+    num_drafts = 0 if config.speculation is None else config.speculation.num_speculative_tokens
     reason = _reason_against(config, asks=asks)
     if reason:
         if asks:
@@ -45,7 +46,9 @@ def resolve_graph_config(config: EngineConfig, max_seq_len_to_capture: int) -> G
             logger.warning("--max-seq-len-to-capture has no effect: %s", reason)
         # tapes of a CPU's kernels cannot contain communication between workers
         records = not config.model.enforce_eager and config.model.pooler is None and config.parallel.world_size == 1
-        return GraphConfig(GraphMode.RECORDED) if is_cpu and records else GraphConfig()
+        if not (is_cpu and records):
+            return GraphConfig()
+        return GraphConfig(GraphMode.RECORDED, query_lens=tuple(range(1, num_drafts + 2)))
     mode = GraphMode.COMPILED if asks else GraphMode.CAPTURED
     sizes = _resolve_capture_sizes(config.scheduler.max_num_seqs, asks=asks)
     max_seq_len = min(max_seq_len_to_capture, config.scheduler.max_model_len)
@@ -55,7 +58,8 @@ def resolve_graph_config(config: EngineConfig, max_seq_len_to_capture: int) -> G
         ", ".join(map(str, sizes)),
         max_seq_len,
     )
-    return GraphConfig(mode, sizes, max_seq_len)
+    # a row has all drafts or, rarely, fewer
+    return GraphConfig(mode, sizes, max_seq_len, (1, num_drafts + 1) if num_drafts else (1,))
 
 
 def _reason_against(config: EngineConfig, *, asks: bool) -> str | None:

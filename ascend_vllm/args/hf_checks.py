@@ -369,7 +369,18 @@ def _config_at(model: str) -> dict[str, Any]:
 
 def predicts(draft_model: str) -> bool:
     """Whether a draft model's config.json has its number of draft tokens."""
-    return "n_predict" in _config_at(draft_model)
+    return num_predicted(draft_model) is not None
+
+
+def num_predicted(draft_model: str) -> int | None:
+    """The number of draft tokens in a draft model's config.json; None: it has none."""
+    number = _config_at(draft_model).get("n_predict")
+    return number if isinstance(number, int) else None
+
+
+def model_type_of(model: str) -> str:
+    """`model_type` in the config.json of a directory; "": there is none."""
+    return str(_config_at(model).get("model_type", ""))
 
 
 def check_flags(args: EngineFlags) -> None:

@@ -192,7 +192,9 @@ class EngineCore:
 
     def stats(self) -> dict[str, Any]:
         """The current fields of SchedulerStats."""
-        return msgspec.structs.asdict(self._scheduler.stats())
+        stats = self._scheduler.stats()
+        drafts = None if stats.drafts is None else msgspec.structs.asdict(stats.drafts)
+        return msgspec.structs.asdict(stats) | {"drafts": drafts}
 
     def reset_prefix_cache(self) -> bool:
         """Empties the prefix cache without affecting running requests. Returns True: it cannot fail."""

@@ -120,7 +120,8 @@ class RunnerFactory:
             mode, host_memory = config.model.logprobs_mode, self._platform.shares_host_memory
             runner = ModelRunner(model, forward, mover, batch, mode, self._device, host_memory=host_memory)
             if self._loaded.proposers is not None:
-                runner.use_proposer(self._loaded.proposers.make(batch, runner.sampler, kv_caches[num_layers:]))
+                caches = kv_caches[num_layers:]
+                runner.use_proposer(self._loaded.proposers.make(batch, runner.sampler, caches, backend))
             return runner
         gatherer = make_gatherer(
             config.model.pooler, config.scheduler.max_num_seqs, config.model.hidden_size, self._device

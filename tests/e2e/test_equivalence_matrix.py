@@ -181,6 +181,8 @@ class Cell:
     block_size: int = 16
     name: str = "llama"
     kv_cache: str = "auto"
+    # by n-grams
+    num_drafts: int = 0
 
     def __str__(self) -> str:
         parts = [
@@ -189,6 +191,7 @@ class Cell:
             f"blocks of {self.block_size}",
             self.pressure,
             f"{self.num_steps} steps",
+            *([f"{self.num_drafts} drafts"] if self.num_drafts else []),
         ]
         switches = {"caching": self.is_caching, "chunked": self.is_chunked, "overlap": self.overlaps}
         return ", ".join([*parts, *(switch for switch, is_on in switches.items() if is_on)])
@@ -214,8 +217,17 @@ class Cell:
             block_size=self.block_size,
             num_gpu_blocks_override=self.num_blocks,
             kv_cache_dtype=self.kv_cache,
+            speculative_config=self._speculative_config,
         )
         return LLMEngine.from_engine_args(args)
+
+
+    @property
+    def _speculative_config(self) -> dict[str, Any] | None:
+        if not self.num_drafts:
+            return None
+        lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+        return {"method": "ngram", "num_speculative_tokens": self.num_drafts, **lookup}
 
 
 @dataclasses.dataclass
@@ -229,6 +241,7 @@ class Served:
         max_num_swapped: most requests in CPU memory at a time.
         num_preemptions: of the engine since its start.
         num_prefix_hits: likewise, tokens.
+        drafts: likewise; None without.
     """
 
     answers: dict[str, list[RequestOutput]]
@@ -237,6 +250,7 @@ class Served:
     max_num_swapped: int = 0
     num_preemptions: int = 0
     num_prefix_hits: int = 0
+    drafts: dict[str, Any] | None = None
 
 
 def serve(engine: LLMEngine, conversations: dict[str, Conversation], num_arriving: int = 1) -> Served:
@@ -259,6 +273,7 @@ def serve(engine: LLMEngine, conversations: dict[str, Conversation], num_arrivin
         served.max_step_prompt_tokens = max(served.max_step_prompt_tokens, stats["num_prompt_tokens"])
         served.max_num_swapped = max(served.max_num_swapped, stats["num_swapped"])
     served.num_preemptions, served.num_prefix_hits = stats["num_preemptions"], stats["num_prefix_hits"]
+    served.drafts = stats["drafts"]
     return served
 
 
@@ -340,6 +355,9 @@ def check(cell: Cell, n: int) -> None:
     assert (served.num_prefix_hits > 0) == cell.is_caching
     assert (served.num_preemptions > 0) == (cell.pressure != "roomy")
     assert (served.max_num_swapped > 0) == (cell.pressure == "swap")
+    assert (served.drafts is not None) == (cell.num_drafts > 0)
+    if served.drafts is not None:
+        assert 0 < served.drafts["num_accepted_tokens"] < served.drafts["num_draft_tokens"]
     if cell.is_chunked:
         assert 0 < served.max_step_prompt_tokens <= CHUNK
     else:
@@ -395,6 +413,9 @@ QUICK = [
     Cell(block_size=64),
     Cell(True, True, 4, "recompute", True),
     Cell(True, True, 4, "swap", True, 64),
+    Cell(num_drafts=3),
+    Cell(True, True, 1, "recompute", True, num_drafts=4),
+    Cell(True, False, 1, "swap", True, 64, num_drafts=1),
 ]
 # Differences of log-probabilities. Those of the second are rounding in float32, times the factor 4 on its experts:
 # with twelve prompts of 120 to 219 tokens and against float64, transformers in float32 is off by up to 1.6e-5 (median

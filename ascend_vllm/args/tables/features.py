@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from ascend_vllm.args.fields import flag
 from ascend_vllm.args.tables.model import QUANTIZATIONS
 
+_EXACT_ONLY = "rejection_sampler is the only rule in this version"
 _POOL = "texts are tokenised in threads beside the event loop, without a pool of processes"
 
 
@@ -69,13 +70,18 @@ class SpeculativeArgs:
     """Guessing tokens ahead with something faster than the model."""
 
     SECTION: ClassVar[str] = "Speculative decoding"
-    UNSUPPORTED: ClassVar[str] = (
-        "speculative decoding is not available in this version; leave it out, the answers are the same"
-    )
 
-    speculative_config: dict[str, Any] | None = flag(None, "All settings of speculative decoding in one JSON object.")
+    speculative_config: dict[str, Any] | None = flag(
+        None,
+        "All settings of speculative decoding in one JSON object, with vLLM's keys: method, model, "
+        "num_speculative_tokens, prompt_lookup_max, prompt_lookup_min and others.",
+        example='--speculative-config \'{"method": "ngram", "num_speculative_tokens": 4}\'',
+    )
     speculative_model: str | None = flag(
-        None, "A smaller model that guesses tokens ahead, which the large model then checks several at a time."
+        None,
+        "A smaller model that guesses tokens ahead, which the large model then checks several at a time. [ngram] "
+        "guesses without a model, from text that occurs again.",
+        example="--speculative-model [ngram] --num-speculative-tokens 4 --ngram-prompt-lookup-max 4",
     )
     speculative_model_quantization: str | None = flag(
         None,
@@ -84,7 +90,9 @@ class SpeculativeArgs:
     )
     num_speculative_tokens: int | None = flag(None, "The number of tokens that are guessed ahead in each step.")
     speculative_disable_mqa_scorer: bool = flag(
-        False, "Checks guessed tokens as separate sequences instead of all in one."
+        False,
+        "Checks guessed tokens as separate sequences instead of all in one.",
+        no_effect="guessed tokens are always checked in one pass over their sequence",
     )
     speculative_draft_tensor_parallel_size: int | None = flag(
         None,
@@ -95,27 +103,39 @@ class SpeculativeArgs:
         None, "The longest sequence for which tokens are guessed; longer ones go on without guesses."
     )
     speculative_disable_by_batch_size: int | None = flag(
-        None, "Stops guessing while more requests than this are waiting."
+        None,
+        "Requests that arrive while so many or more are running get no guesses. Without it, measurements decide when "
+        "guesses pay.",
     )
     ngram_prompt_lookup_max: int | None = flag(
-        None, "The longest piece of text that is looked up in the prompt to guess what follows it."
+        None, "The most last tokens that are looked up in the text so far to guess what follows them."
     )
     ngram_prompt_lookup_min: int | None = flag(
-        None, "The shortest piece of text that is looked up in the prompt to guess what follows it."
+        None, "The fewest last tokens that are looked up in the text so far to guess what follows them."
     )
     spec_decoding_acceptance_method: str = flag(
         "rejection_sampler",
-        "The rule by which guessed tokens are accepted; rejection_sampler keeps the model's own probabilities.",
+        "The rule by which guessed tokens are accepted; with rejection_sampler the answers are those without "
+        "guesses, token for token.",
         choices=("rejection_sampler", "typical_acceptance_sampler"),
+        unsupported=_EXACT_ONLY,
     )
     typical_acceptance_sampler_posterior_threshold: float | None = flag(
-        None, "The lowest probability at which the typical acceptance rule takes a guessed token."
+        None,
+        "The lowest probability at which the typical acceptance rule takes a guessed token.",
+        unsupported=_EXACT_ONLY,
     )
     typical_acceptance_sampler_posterior_alpha: float | None = flag(
-        None, "How strongly the typical acceptance rule lowers its limit when the model is unsure."
+        None,
+        "How strongly the typical acceptance rule lowers its limit when the model is unsure.",
+        unsupported=_EXACT_ONLY,
     )
     disable_logprobs_during_spec_decoding: bool | None = flag(
-        None, "Leaves log-probabilities out while tokens are guessed ahead."
+        None,
+        "Leaves log-probabilities out while tokens are guessed ahead. They are computed without this flag, though "
+        "vLLM 0.6.3 then leaves them out, too.",
+        unsupported="log-probabilities cost next to nothing here; leave the flag out",
+        allowed=(False,),
     )
 
 

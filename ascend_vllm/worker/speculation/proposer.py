@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from ascend_vllm.attention.backend import LayerCache
+from ascend_vllm.attention.backend import AttentionBackend, LayerCache
 from ascend_vllm.layers.attention import Attention
 from ascend_vllm.types.step import SchedulerOutput
 from ascend_vllm.worker.input_batch import HostBatch, InputBatch, Int32Array
@@ -75,11 +75,14 @@ class ProposerFactory(Protocol):
 
     attention_layers: Sequence[Attention]
 
-    def make(self, batch: InputBatch, sampler: Sampler, kv_caches: Sequence[LayerCache]) -> Proposer:
+    def make(
+        self, batch: InputBatch, sampler: Sampler, kv_caches: Sequence[LayerCache], backend: AttentionBackend
+    ) -> Proposer:
         """Makes a proposer.
 
         Args:
             batch: the slots; it may read everything in it.
             sampler: of the model, whose draws depend on seeds and positions only.
             kv_caches: one for each of `attention_layers`; swapping moves their blocks, too.
+            backend: computes attention in these layers, as in the model's.
         """
