@@ -1,0 +1,301 @@
+"""Drafts by a model of their own, one after another: what draft models and EAGLE heads have in common.
+
+After each step the draft model computes what it lacks of the step's rows, in the blocks that the rows have. From the
+last hidden state of a row comes its first draft; each further draft takes a pass of one token for each row. Drafts of
+requests that sample are drawn by the ordinary sampler with the draws that the target will use at the same positions,
+so that similar distributions give the same tokens; KV of drafts is written again when their tokens are known.
+
+Letters: M slots, R rows of a step, S rows that sampled, T tokens of a pass, H hidden size, V vocabulary, k most
+drafts of a row.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from ascend_vllm.attention.backend import AttentionBackend, ForwardBatch, LayerCache
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.config.graphs import GraphMode
+from ascend_vllm.layers.attention import Attention
+from ascend_vllm.layers.context import BuildContext
+from ascend_vllm.models.blocks import CausalLM
+from ascend_vllm.ops.native import load_native_library
+from ascend_vllm.ops.sampling import arg_max
+from ascend_vllm.types.step import NO_DRAFT, SchedulerOutput
+from ascend_vllm.worker.input_batch import InputBatch, Int32Array, upload, upload_all
+from ascend_vllm.worker.sampling.columns import Int64Array, ragged_arange
+from ascend_vllm.worker.sampling.sampler import Sampler
+from ascend_vllm.worker.speculation.proposer import ComputedStep
+from ascend_vllm.worker.tape_runner import TapeRunner
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter:
+    """A draft model and where it runs.
+
+    Attributes:
+        model: with its weights, whole on this worker.
+        device: of the model.
+        backend: computes attention in all layers of target and draft model.
+        kv_caches: of the draft model's layers.
+        records_tapes: passes of one token for each row are replayed from tapes.
+        max_model_len: longest sequence of the draft model, in tokens.
+    """
+
+    model: CausalLM
+    device: torch.device
+    backend: AttentionBackend
+    kv_caches: list[LayerCache]
+    records_tapes: bool
+    max_model_len: int
+
+    @classmethod
+    def make(
+        cls,
+        config: EngineConfig,
+        model: CausalLM,
+        context: BuildContext,
+        backend: AttentionBackend,
+        kv_caches: Sequence[LayerCache],
+        max_model_len: int,
+    ) -> Drafter:
+        """Makes one for an engine's configuration."""
+        records = config.graphs.mode == GraphMode.RECORDED and load_native_library()
+        return cls(model, context.device, backend, list(kv_caches), records, max_model_len)
+
+
+class ChainProposer(abc.ABC):
+    """Proposes drafts of a model of its own.
+
+    Args:
+        drafter: the model.
+        batch: the slots.
+        sampler: of the target.
+
+    Attributes:
+        input_shift: a token of place p in its row enters the draft model at position p - input_shift.
+        feeds_hidden: the hidden state before a token enters with it.
+    """
+
+    needs_hidden: bool = False
+    input_shift: int = 0
+    feeds_hidden: bool = False
+
+    def __init__(self, drafter: Drafter, batch: InputBatch, sampler: Sampler) -> None:
+        self._drafter = drafter
+        self._batch = batch
+        self._sampler = sampler
+        self._tapes: TapeRunner | None = None
+        num_slots, max_blocks = batch.block_table.shape
+        if drafter.records_tapes:
+            self._tapes = TapeRunner(self._recorded, num_slots, max_blocks, batch.row_state.state)
+        # [M, H] hidden states that a recorded pass reads; None: none has been
+        self._fixed_hidden: torch.Tensor | None = None
+
+    @abc.abstractmethod
+    def apply(self, step: SchedulerOutput) -> None:
+        """As `Proposer.apply`."""
+
+    @abc.abstractmethod
+    def _catch_up(self, step: ComputedStep) -> tuple[Int64Array, torch.Tensor] | None:
+        """Computes what the draft model lacks of the step's rows.
+
+        Returns:
+            Slots of the rows that computed something, and the hidden state behind each one's last token; None: no
+            row lacks anything, or nothing is wanted.
+        """
+
+    @torch.inference_mode()
+    def propose(self, step: ComputedStep) -> Int32Array | None:
+        """As `Proposer.propose`."""
+        computed = self._catch_up(step)
+        sampling = step.batch.sampling_slots
+        if computed is None or step.max_drafts == 0 or len(sampling) == 0:
+            return None
+        slots, hidden = computed
+        counts = self._num_drafts(slots, step.max_drafts) * np.isin(slots, sampling)
+        return self._draft(slots, hidden, counts, sampling, step.max_drafts)
+
+    def _draft(
+        self, slots: Int64Array, hidden: torch.Tensor, counts: Int64Array, sampling: Int64Array, max_drafts: int
+    ) -> Int32Array | None:
+        """[S, k] drafts of the rows in `sampling`, up to `counts` of the rows in `slots`."""
+        if not counts.any():
+            return None
+        drafts = np.full((len(sampling), max_drafts), NO_DRAFT, np.int32)
+        place_of = np.zeros(int(max(slots.max(), sampling.max())) + 1, np.int64)
+        place_of[sampling] = np.arange(len(sampling))
+        num_tokens = self._batch.num_tokens[slots]
+        for number in range(max_drafts):
+            going_on = np.flatnonzero(counts > number)
+            if len(going_on) == 0:
+                break
+            if len(going_on) < len(slots):
+                slots, counts, num_tokens = slots[going_on], counts[going_on], num_tokens[going_on]
+                hidden = hidden[torch.from_numpy(going_on).to(hidden.device)]
+            if number > 0:
+                hidden = self._pass(slots, num_tokens + number - 1, hidden)
+            # a row all of whose tokens are forbidden ends whatever its draft is
+            tokens = self._choose(hidden, slots, num_tokens + number).clip(min=0)
+            drafts[place_of[slots], number] = tokens
+            # what is behind a row's known tokens is undefined for everybody else; penalties of later drafts read it
+            self._batch.token_ids[slots, num_tokens + number] = tokens
+        return drafts
+
+    def _num_drafts(self, slots: Int64Array, max_drafts: int) -> Int64Array:
+        """Most drafts of each row: their KV must have room in the blocks that it has, and its length ends them."""
+        batch = self._batch
+        num_tokens = batch.num_tokens[slots]
+        room = np.minimum(batch.num_blocks[slots] * batch.block_size, self._drafter.max_model_len)
+        longest = batch.token_ids.shape[1] - 1
+        # the last draft does not enter the draft model
+        counts = np.minimum(room - num_tokens + self.input_shift + 1, longest - num_tokens)
+        return counts.clip(0, max_drafts)
+
+    def _choose(self, hidden: torch.Tensor, slots: Int64Array, num_tokens: Int64Array) -> Int64Array:
+        """The next token of each row, of hidden states [R, H], with so many tokens before it."""
+        plan = self._sampler.plan(slots, num_tokens=num_tokens)
+        if plan.needed == 0:
+            ids = self._best_tokens(hidden)
+        else:
+            logits = self._logits(hidden)
+            ids = self._sampler.sample(logits, plan, upload(num_tokens, self._drafter.device)).token_ids
+        tokens: Int64Array = ids.cpu().numpy()
+        return tokens
+
+    def _best_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, H] → [R] int64."""
+        return arg_max(self._logits(hidden))
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, H] → [R, V], of the target's vocabulary."""
+        return self._drafter.model.compute_logits(hidden)
+
+    def _pass(self, slots: Int64Array, places: Int64Array, hidden: torch.Tensor) -> torch.Tensor:
+        """Computes a draft of each row.
+
+        Args:
+            slots: [R].
+            places: [R], of the drafts in their rows' tokens.
+            hidden: [R, H], behind the tokens before.
+
+        Returns:
+            [R, H], valid until the next pass.
+        """
+        tokens = self._batch.token_ids[slots, places].astype(np.int64)
+        batch = self._forward_batch(slots, places - self.input_shift, np.ones_like(slots), tokens)
+        if self._tapes is not None:
+            if self.feeds_hidden:
+                self._fix(hidden)
+            result = self._tapes.run(batch)
+            if result is not None:
+                return result
+        return self._forward(batch, hidden if self.feeds_hidden else None)
+
+    def _fix(self, hidden: torch.Tensor) -> None:
+        """Copies hidden states [R, H] to where recorded passes read them."""
+        if self._fixed_hidden is None:
+            self._fixed_hidden = hidden.new_zeros(len(self._batch.num_tokens), hidden.shape[1])
+        self._fixed_hidden[: len(hidden)] = hidden
+
+    def _recorded(self, batch: ForwardBatch) -> torch.Tensor:
+        """A pass whose inputs are in fixed memory."""
+        hidden = None if self._fixed_hidden is None else self._fixed_hidden[: len(batch.input_ids)]
+        return self._forward(batch, hidden)
+
+    def _forward(self, batch: ForwardBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+        """[T, H], or [S, H] of `ForwardBatch.output_indices`."""
+        drafter = self._drafter
+        metadata = drafter.backend.prepare(batch)
+        return drafter.model.forward(batch, drafter.kv_caches, drafter.backend, metadata, hidden)
+
+    def _forward_batch(
+        self, slots: Int64Array, starts: Int64Array, counts: Int64Array, tokens: Int64Array
+    ) -> ForwardBatch:
+        """A pass over some rows, whose last tokens' results are wanted.
+
+        Args:
+            slots: [R].
+            starts: [R], first position of each.
+            counts: [R], number of positions, 1 or more.
+            tokens: [T].
+        """
+        block_size, block_table = self._batch.block_size, self._batch.block_table
+        positions, token_slots = ragged_arange(starts, counts), np.repeat(slots, counts)
+        query_start = np.zeros(len(slots) + 1, np.int32)
+        counts.cumsum(out=query_start[1:])
+        seq_lens = (starts + counts).astype(np.int32)
+        max_seq_len = int(seq_lens.max())
+        blocks = block_table[token_slots, positions // block_size].astype(np.int64)
+        outputs = query_start[1:].astype(np.int64) - 1
+        tables = upload_all(
+            (
+                tokens,
+                positions,
+                blocks * block_size + positions % block_size,
+                query_start,
+                seq_lens,
+                block_table[slots, : math.ceil(max_seq_len / block_size)],
+                outputs,
+            ),
+            self._drafter.device,
+        )
+        input_ids, on_device, slot_mapping, starts_on_device, lens_on_device, blocks_on_device, indices = tables
+        return ForwardBatch(
+            input_ids=input_ids,
+            positions=on_device,
+            slot_mapping=slot_mapping,
+            query_start=starts_on_device,
+            seq_lens=lens_on_device,
+            block_table=blocks_on_device,
+            logits_indices=indices,
+            query_start_np=query_start,
+            seq_lens_np=seq_lens,
+            max_query_len=int(counts.max()),
+            max_seq_len=max_seq_len,
+            output_indices=indices if len(outputs) < len(tokens) else None,
+        )
+
+
+# makes a proposer of a draft model: (drafter, batch, sampler) → proposer
+ProposerMaker = Callable[[Drafter, InputBatch, Sampler], ChainProposer]
+
+
+class DraftingModel:
+    """A `ProposerFactory`: a loaded draft model.
+
+    Args:
+        config: of the engine.
+        model: the draft model, with its weights.
+        context: in which it was built.
+        max_model_len: longest sequence of the draft model, in tokens.
+        maker: of the proposers.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: CausalLM,
+        context: BuildContext,
+        max_model_len: int,
+        maker: ProposerMaker,
+    ) -> None:
+        self.attention_layers: Sequence[Attention] = model.attention_layers
+        self._config = config
+        self._model = model
+        self._context = context
+        self._max_model_len = max_model_len
+        self._maker = maker
+
+    def make(
+        self, batch: InputBatch, sampler: Sampler, kv_caches: Sequence[LayerCache], backend: AttentionBackend
+    ) -> ChainProposer:
+        """As `ProposerFactory.make`."""
+        drafter = Drafter.make(self._config, self._model, self._context, backend, kv_caches, self._max_model_len)
+        return self._maker(drafter, batch, sampler)

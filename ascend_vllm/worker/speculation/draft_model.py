@@ -1,0 +1,129 @@
+"""Drafts of a smaller model with the target's vocabulary.
+
+It has KV of its own in the target's blocks. What it has computed of a row is kept by slot: it lags behind the target
+by the last draft of a row, which does not enter it, and by the steps in which no drafts were wanted.
+
+Letters: M slots, R rows of a step, T tokens of a pass, H hidden size, V vocabulary of the target.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import numpy as np
+import torch
+
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.distributed.collectives import SingleRank
+from ascend_vllm.distributed.parallel_context import ParallelContext
+from ascend_vllm.layers.context import BuildContext
+from ascend_vllm.layers.quantization.unquantized import UnquantizedScheme
+from ascend_vllm.layers.step_state import StepState
+from ascend_vllm.models.blocks import CausalLM
+from ascend_vllm.models.loader import load_model
+from ascend_vllm.types.step import SchedulerOutput
+from ascend_vllm.worker.input_batch import InputBatch
+from ascend_vllm.worker.sampling.columns import Int64Array, ragged_arange
+from ascend_vllm.worker.sampling.sampler import Sampler
+from ascend_vllm.worker.speculation.chain import ChainProposer, Drafter, DraftingModel
+from ascend_vllm.worker.speculation.proposer import ComputedStep
+
+
+def draft_context(context: BuildContext) -> BuildContext:
+    """The context of a draft model: whole on one worker, without the target's quantization and adapters."""
+    return dataclasses.replace(
+        context,
+        parallel=ParallelContext(),
+        collectives=SingleRank(),
+        quant=UnquantizedScheme(),
+        step_state=StepState(0, 0, context.device),
+        lora=None,
+        kv_layer_scales=None,
+    )
+
+
+def load_draft(config: EngineConfig, context: BuildContext, max_model_len: int) -> CausalLM:
+    """Loads `SpeculativeConfig.draft`.
+
+    Args:
+        config: of the engine.
+        context: of `draft_context`.
+        max_model_len: positions that it must know.
+
+    Raises:
+        ModelLoadError: it cannot be loaded.
+    """
+    assert config.speculation is not None
+    assert config.speculation.draft is not None
+    draft = msgspec.structs.replace(config.speculation.draft, max_model_len=max_model_len)
+    load = config.load
+    if load.load_format != "dummy":
+        # drafts need not be stored as the target is
+        load = msgspec.structs.replace(load, load_format="auto")
+    return load_model(draft, load, context)
+
+
+class DraftModelProposer(ChainProposer):
+    """Proposes what a draft model would generate."""
+
+    def __init__(self, drafter: Drafter, batch: InputBatch, sampler: Sampler, vocab_size: int) -> None:
+        super().__init__(drafter, batch, sampler)
+        self._vocab_size = vocab_size
+        # [M] int64, host: tokens whose KV the draft model has computed
+        self._num_computed = np.zeros(len(batch.num_tokens), np.int64)
+
+    def apply(self, step: SchedulerOutput) -> None:
+        """New rows have what is cached of them; cached blocks have KV of both models."""
+        for row in step.new_rows:
+            self._num_computed[row.slot] = row.num_computed_tokens
+        if step.forks:
+            targets, sources, _ = np.array(step.forks, np.int64).T
+            self._num_computed[targets] = self._num_computed[sources]
+
+    def _catch_up(self, step: ComputedStep) -> tuple[Int64Array, torch.Tensor] | None:
+        batch, slots = self._batch, step.slots
+        num_tokens = batch.num_tokens[slots]
+        # KV of a rejected draft is that of another token
+        starts = np.minimum(self._num_computed[slots], num_tokens - 1)
+        self._num_computed[slots] = starts
+        if step.max_drafts == 0:
+            return None
+        is_sampling = np.isin(slots, step.batch.sampling_slots)
+        # the target has computed all tokens of a row that samples but the last
+        ends = np.where(is_sampling, num_tokens, batch.num_computed_tokens[slots])
+        ends = np.minimum(ends, np.minimum(batch.num_blocks[slots] * batch.block_size, self._drafter.max_model_len))
+        missing = np.flatnonzero(ends > starts)
+        if len(missing) == 0:
+            return None
+        slots, starts, counts = slots[missing], starts[missing], (ends - starts)[missing]
+        self._num_computed[slots] = starts + counts
+        tokens = batch.token_ids[np.repeat(slots, counts), ragged_arange(starts, counts)].astype(np.int64)
+        return slots, self._forward(self._forward_batch(slots, starts, counts, tokens), None)
+
+    def _pass(self, slots: Int64Array, places: Int64Array, hidden: torch.Tensor) -> torch.Tensor:
+        self._num_computed[slots] = places + 1
+        return super()._pass(slots, places, hidden)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Vocabularies of one family may be padded to different sizes; what is added has no text."""
+        logits = super()._logits(hidden)
+        missing = self._vocab_size - logits.shape[1]
+        if missing > 0:
+            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        return logits if missing == 0 else logits[:, : self._vocab_size].contiguous()
+
+
+def make_draft_model(config: EngineConfig, _target: CausalLM, context: BuildContext) -> DraftingModel:
+    """Loads the draft model; see `METHODS`."""
+    assert config.speculation is not None
+    assert config.speculation.draft is not None
+    own, vocab_size = draft_context(context), config.model.vocab_size
+    length = min(config.speculation.draft.max_model_len, config.model.max_model_len)
+    return DraftingModel(
+        config,
+        load_draft(config, own, length),
+        own,
+        length,
+        lambda drafter, batch, sampler: DraftModelProposer(drafter, batch, sampler, vocab_size),
+    )

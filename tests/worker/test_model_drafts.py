@@ -1,0 +1,242 @@
+"""Drafts of draft models and EAGLE heads: they are what the models predict, and answers do not depend on them."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from ascend_vllm import SamplingParams
+from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.config.model import ModelConfig
+from ascend_vllm.config.speculation import SpeculativeConfig, SpeculativeMethod
+from ascend_vllm.types.step import NO_DRAFT, NewRow, SchedulerOutput
+from ascend_vllm.worker.worker import Worker
+from tests.eagle_heads import (
+    eagle3_reference,
+    eagle3_tensors,
+    eagle_reference,
+    eagle_tensors,
+    head_config,
+    save_head,
+)
+from tests.models.paged_driver import make_model_config
+from tests.tiny_models import VOCAB_SIZE, tiny_model
+from tests.worker.drafting import Answer, Asked, generate, make_prompts
+from tests.worker.test_drafts import make_config, make_requests
+
+HIDDEN, NUM_DRAFTED, NUM_DRAFTS = 64, 96, 3
+LAYERS = (1, 2, 2)
+
+
+def _eagle_config(directory: pathlib.Path) -> ModelConfig:
+    save_head(directory, eagle_tensors(HIDDEN, VOCAB_SIZE, bias=True), head_config(HIDDEN, VOCAB_SIZE))
+    return make_model_config(directory, architectures=["EagleLlamaForCausalLM"])
+
+
+def _eagle3_config(directory: pathlib.Path) -> ModelConfig:
+    layers = {"eagle_aux_hidden_state_layer_ids": LAYERS}
+    config = head_config(HIDDEN, VOCAB_SIZE, draft_vocab_size=NUM_DRAFTED, eagle_config=layers)
+    save_head(directory, eagle3_tensors(HIDDEN, VOCAB_SIZE, NUM_DRAFTED), config)
+    return make_model_config(directory, architectures=["Eagle3LlamaForCausalLM"])
+
+
+def _with_drafts(config: EngineConfig, method: str, draft: ModelConfig) -> EngineConfig:
+    length = config.model.max_model_len
+    draft = msgspec.structs.replace(draft, max_model_len=length)
+    speculation = SpeculativeConfig(SpeculativeMethod(method), NUM_DRAFTS, draft, max_model_len=length)
+    return msgspec.structs.replace(config, speculation=speculation)
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ModelConfig]]:
+    """Name → method and draft: the target itself, whose drafts are right, another model, and heads."""
+    root = tmp_path_factory.mktemp("heads")
+    return {
+        "itself": ("draft_model", make_model_config(tiny_model("qwen2"))),
+        "another": ("draft_model", make_model_config(tiny_model("llama"))),
+        "eagle": ("eagle", _eagle_config(root / "eagle")),
+        "eagle3": ("eagle3", _eagle3_config(root / "eagle3")),
+    }
+
+
+def _token_ids(answers: dict[str, Answer]) -> dict[str, list[int]]:
+    return {name: answer.token_ids for name, answer in answers.items()}
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "chunks and cached prefixes": {
+        "enable_chunked_prefill": True,
+        "max_num_batched_tokens": 16,
+        "enable_prefix_caching": True,
+    },
+    "preemption": {"num_gpu_blocks_override": 10, "preemption_mode": "recompute"},
+    "swapping": {"num_gpu_blocks_override": 10, "preemption_mode": "swap", "swap_space": 0.01},
+    "eager": {"enforce_eager": True},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", ["itself", "another", "eagle", "eagle3"])
+def test_answers_are_those_without_drafts(
+    drafts: dict[str, tuple[str, ModelConfig]], name: str, settings: str
+) -> None:
+    """Greedy, sampled, penalised and stopped, token for token."""
+    config = make_config(**SETTINGS[settings])
+    requests = make_requests()
+    expected = generate(config, requests)
+    found = generate(_with_drafts(config, *drafts[name]), requests)
+    assert _token_ids(found) == _token_ids(expected)
+    # where blocks are short there are fewer drafts
+    if name == "itself" and "num_gpu_blocks_override" not in SETTINGS[settings]:
+        # its drafts are right, also of rows that sample, which are drawn with the target's own draws
+        num_steps = {request: answer.num_outputs for request, answer in found.items()}
+        assert num_steps["greedy"] <= 8
+        assert num_steps["warm"] <= 8
+        assert num_steps["long"] <= 14
+
+
+def test_cached_prefixes_have_kv_of_both_models(drafts: dict[str, tuple[str, ModelConfig]]) -> None:
+    """A second request with the same prompt has drafts that are right at once."""
+    prompt = make_prompts(10)[9]
+    params = SamplingParams(temperature=0, max_tokens=13, ignore_eos=True)
+    requests = {name: Asked(prompt, params) for name in ("first", "second")}
+    config = make_config(enable_prefix_caching=True, max_num_seqs=1)
+    found = generate(_with_drafts(config, *drafts["itself"]), requests)
+    assert found["first"].token_ids == found["second"].token_ids
+    assert found["second"].num_outputs <= 4
+
+
+# ---- what is drafted ----------------------------------------------------------------------------------------
+
+
+def _states(token_ids: list[int]) -> tuple[torch.Tensor, ...]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model("qwen2")).eval()
+    with torch.inference_mode():
+        return tuple(layer[0] for layer in model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states)
+
+
+def _expected_eagle(token_ids: list[int]) -> list[int]:
+    """Drafts behind known tokens, by the plain definition of EAGLE-1."""
+    tensors = eagle_tensors(HIDDEN, VOCAB_SIZE, bias=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model("qwen2"))
+    lm_head = model.get_output_embeddings().weight.detach()
+    states, ids, drafts = _states(token_ids[:-1])[-1], token_ids[1:], []
+    for _ in range(NUM_DRAFTS):
+        predicted = eagle_reference(tensors, tensors["embed_tokens.weight"], torch.tensor(ids), states)[-1:]
+        drafts.append(int((predicted @ lm_head.T).argmax()))
+        states, ids = torch.cat((states, predicted)), [*ids, drafts[-1]]
+    return drafts
+
+
+def _expected_eagle3(token_ids: list[int]) -> list[int]:
+    """The same of EAGLE-3; the results of the layer are what the next pairs have in the place of combined states."""
+    tensors = eagle3_tensors(HIDDEN, VOCAB_SIZE, NUM_DRAFTED)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model("qwen2"))
+    embedding = model.get_input_embeddings().weight.detach()
+    layers = _states(token_ids[:-1])
+    fused = torch.cat([layers[layer] for layer in LAYERS], 1) @ tensors["fc.weight"].T
+    # the definition combines states first: here they are combined already
+    combined = tensors | {"fc.weight": torch.eye(HIDDEN)}
+    ids, drafts = token_ids[1:], []
+    for _ in range(NUM_DRAFTS):
+        predicted, logits = eagle3_reference(combined, embedding, torch.tensor(ids), fused)
+        entry = int(logits[-1].argmax())
+        drafts.append(entry + int(tensors["d2t"][entry]))
+        fused, ids = torch.cat((fused, predicted[-1:])), [*ids, drafts[-1]]
+    return drafts
+
+
+def _expected_greedy(token_ids: list[int]) -> list[int]:
+    """Of a draft model."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model("llama")).eval()
+    ids = list(token_ids)
+    with torch.inference_mode():
+        for _ in range(NUM_DRAFTS):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(token_ids) :]
+
+
+EXPECTED = {"another": _expected_greedy, "eagle": _expected_eagle, "eagle3": _expected_eagle3}
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("name", EXPECTED)
+def test_drafts_are_what_the_models_predict(
+    drafts: dict[str, tuple[str, ModelConfig]], name: str, enforce_eager: bool
+) -> None:
+    """Behind a prompt in chunks, behind right drafts, behind wrong ones and behind none, beside another row."""
+    config = make_config(max_num_seqs=2, enforce_eager=enforce_eager)
+    worker = Worker(_with_drafts(config, *drafts[name]))
+    worker.load_model()
+    worker.initialize_cache(16)
+    prompts = make_prompts(8)[6:]
+    lengths = [len(prompt) for prompt in prompts]
+    rows = [
+        NewRow(
+            slot,
+            str(slot),
+            prompt,
+            len(prompt),
+            0,
+            list(range(8 * slot, 8 * slot + 8)),
+            SamplingParams(temperature=0),
+            0,
+            [],
+        )
+        for slot, prompt in enumerate(prompts)
+    ]
+    texts = [list(prompt) for prompt in prompts]
+
+    def run(step: SchedulerOutput) -> list[list[int]]:
+        step.max_drafts = NUM_DRAFTS
+        output = worker.execute_model(step)
+        proposed: list[list[int]] = [[], []]
+        for index, slot in enumerate(output.slots.tolist()):
+            texts[slot] += [token for token in output.sampled_token_ids[index].tolist() if token >= 0]
+            assert output.drafts is not None
+            proposed[slot] = [token for token in output.drafts[index].tolist() if token != NO_DRAFT]
+            assert proposed[slot] == EXPECTED[name](texts[slot])
+        return proposed
+
+    # the first prompt at once, the second in two chunks
+    run(SchedulerOutput(0, [], rows, [0, 1], [lengths[0], 9], []))
+    proposed = run(SchedulerOutput(1, [], [], [1], [lengths[1] - 9], []))
+    # the target's next tokens as drafts of one row, where it does not matter who proposed them
+    right = _target_answer(texts[0], 2) if name != "another" else EXPECTED[name](texts[0])[:2]
+    run(SchedulerOutput(2, [], [], [0, 1], [3, 2], [], drafts=[(0, right), (1, proposed[1][:1])]))
+    proposed = run(SchedulerOutput(3, [], [], [0, 1], [1, 1], []))
+    run(SchedulerOutput(4, [], [], [1, 0], [4, 4], [], drafts=[(1, proposed[1]), (0, proposed[0])]))
+
+
+def _target_answer(token_ids: list[int], count: int) -> list[int]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model("qwen2")).eval()
+    ids = list(token_ids)
+    with torch.inference_mode():
+        for _ in range(count):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(token_ids) :]
+
+
+def test_blocks_and_lengths_limit_drafts(drafts: dict[str, tuple[str, ModelConfig]]) -> None:
+    """Drafts stay within a row's blocks and within the longest sequence."""
+    worker = Worker(_with_drafts(make_config(max_num_seqs=2, max_model_len=32), *drafts["itself"]))
+    worker.load_model()
+    worker.initialize_cache(4)
+    params = SamplingParams(temperature=0)
+    # 15 tokens and one sampled in a block of 16; 30 and one sampled of 32 in two
+    rows = [
+        NewRow(0, "0", list(range(15)), 15, 0, [0], params, 0, []),
+        NewRow(1, "1", list(range(30)), 30, 0, [1, 2], params, 0, []),
+    ]
+    step = SchedulerOutput(0, [], rows, [0, 1], [15, 30], [], max_drafts=3)
+    found = worker.execute_model(step).drafts
+    assert found is not None
+    assert (found != NO_DRAFT).sum(1).tolist() == [1, 1]
+    assert np.array_equal(found[:, 1:], np.full((2, 2), NO_DRAFT))
