@@ -167,9 +167,7 @@ def test_weights_are_those_that_the_checkpoint_means(name: str, tmp_path: pathli
     assert (found - original()).abs().max() > 0.005
 
 
-@pytest.mark.parametrize(
-    "name", ["awq", "gptq 3 bits", "gptq act-order", "gptq with a head", "W4A16 asymmetric", "fp8 blocks"]
-)
+@pytest.mark.parametrize("name", WEIGHT_ONLY)
 def test_ranks_share_quantized_matrices(name: str, tmp_path: pathlib.Path) -> None:
     quantized, meant = made(name, tmp_path)
     config = make_model_config(quantized)
