@@ -334,6 +334,9 @@ def modelslim(
             "input_offset": torch.tensor([float(offset)]),
             "deq_scale": deq_scale.view(torch.int32).long() if has_bits else deq_scale,
             "quant_bias": quant_bias,
+            # as version 26 of the tool, though deq_scale contains it
+            "weight_scale": weight_scale,
+            "weight_offset": torch.zeros_like(weight_scale),
         }
         return tensors, values * weight_scale
 

@@ -28,8 +28,8 @@ _FLOAT = "FLOAT"
 class ModelSlimScheme(QuantScheme):
     """Quantizes what the description says."""
 
-    # scales of the KV cache
-    ignored_weights = (r".*\.fa_[qkv]\.(scale|offset)",)
+    # scales of the KV cache; the tool writes scales of weights beside deq_scale, which contains them
+    ignored_weights = (r".*\.fa_[qkv]\.(scale|offset)", r".*\.weight_(scale|offset)")
 
     def __init__(self, config: QuantizationConfig) -> None:
         description = config.parameters.get("description")
