@@ -96,6 +96,8 @@ def _percent(share: float | None) -> str:
 def _target(row: Result) -> str:
     (name, value), *_ = row["target"].items()
     text = f"{'at least' if name == 'ratio_at_least' else 'at most'} {value:g}"
+    if (most := row["target"].get("at_most")) is not None:
+        text += f", and {_number(most, row['unit'])}"
     met = row["meets_target"]
     return text if met is None else f"{text}: {'met' if met else 'missed'}"
 

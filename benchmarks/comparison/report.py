@@ -28,6 +28,7 @@ class Line:
         higher_is_better: whether higher readings are better.
         target_ratio: lower bound of the ratio of ours to the peer's; upper bound if lower is better.
         limit_text: what determines the limit, if there is one.
+        most: upper bound of our reading; None: only the ratio counts.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Line:
     higher_is_better: bool
     target_ratio: float
     limit_text: str = ""
+    most: float | None = None
 
 
 @dataclasses.dataclass
@@ -87,21 +89,26 @@ class RowResult:
 
     def as_dict(self) -> dict[str, Any]:
         """The result for JSON."""
-        row, ratio = self.row, self.ratio
+        row, ratio, ours = self.row, self.ratio, self.median("ours")
         name = "ratio_at_least" if row.higher_is_better else "ratio_at_most"
-        meets = None
+        target = {name: row.target_ratio}
+        found = []
         if ratio is not None:
-            meets = ratio >= row.target_ratio if row.higher_is_better else ratio <= row.target_ratio
+            found.append(ratio >= row.target_ratio if row.higher_is_better else ratio <= row.target_ratio)
+        if row.most is not None:
+            target["at_most"] = row.most
+            if ours is not None:
+                found.append(ours <= row.most)
         return {
             "name": row.name,
             "title": row.title,
             "unit": row.unit,
             "better": "higher" if row.higher_is_better else "lower",
-            "ours": self.median("ours"),
+            "ours": ours,
             "peer": self.median("peer"),
             "ratio": ratio,
-            "target": {name: row.target_ratio},
-            "meets_target": meets,
+            "target": target,
+            "meets_target": all(found) if found else None,
             "limit": self.limit,
             "limit_by": row.limit_text if self.allowed else None,
             "share_of_limit": self.share,
@@ -118,14 +125,16 @@ def _number(value: float | None) -> str:
 
 def lines(results: list[RowResult], peer: str | None) -> Iterator[str]:
     """The lines of the table."""
-    heads = f"{'ours':>10} {peer or 'peer':>10} {'ratio':>7} {'target':>8} {'limit':>10} {'of limit':>9}"
+    heads = f"{'ours':>10} {peer or 'peer':>10} {'ratio':>7} {'target':>13} {'limit':>10} {'of limit':>9}"
     yield f"{'row':9} {heads}  unit"
     for result in results:
         row, share = result.row, result.share
         target = f"{'>=' if row.higher_is_better else '<='} {row.target_ratio}"
+        if row.most is not None:
+            target += f", {row.most:g}"
         yield (
             f"{row.name:9} {_number(result.median('ours')):>10} {_number(result.median('peer')):>10}"
-            f" {_number(result.ratio):>7} {target:>8} {_number(result.limit):>10}"
+            f" {_number(result.ratio):>7} {target:>13} {_number(result.limit):>10}"
             f" {'-' if share is None else f'{share:.0%}':>9}  {row.unit}"
         )
 

@@ -280,6 +280,7 @@ ROWS = (
         setup="fresh",
         higher_is_better=False,
         target_ratio=0.5,
+        most=400.0,
         measure=_memory,
     ),
     _concurrent(1, 1.5),

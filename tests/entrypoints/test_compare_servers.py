@@ -223,6 +223,14 @@ def test_medians_and_targets(program: types.ModuleType) -> None:
     assert start.median("ours") == 3.0 and start.ratio == c8.ratio == 0.1
     assert start.as_dict()["target"] == {"ratio_at_most": 0.1} and start.as_dict()["meets_target"]
     assert c8.as_dict()["target"] == {"ratio_at_least": 1.7} and not c8.as_dict()["meets_target"]
+    memory = program.report.RowResult(rows["memory"])
+    for value, peer, meets in ((316.0, 3000.0, True), (401.0, 3000.0, False), (316.0, 600.0, False)):
+        memory.readings = {"ours": [value], "peer": [peer]}
+        assert memory.as_dict()["target"] == {"ratio_at_most": 0.5, "at_most": 400.0}
+        assert memory.as_dict()["meets_target"] is meets
+    memory.readings = {"ours": [401.0]}
+    assert memory.as_dict()["meets_target"] is False, "it needs no peer"
+    assert "<= 0.5, 400" in "\n".join(program.report.lines([memory], None))
     assert start.share is None
     start.allowed = c8.allowed = [1.0, 5.0, 4.0]
     assert start.share == pytest.approx(4 / 3) and c8.share == pytest.approx(3 / 4)

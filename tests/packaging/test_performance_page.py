@@ -90,6 +90,9 @@ def test_a_comparison_is_told_whole(script: types.ModuleType) -> None:
     assert "**on a busy machine**" in page and "30 to 30 GB/s read, 190 to 190 GFLOP/s fp32 FMA." in page
     assert "### mine 1 and theirs 2: A & B <9000>, kernels for sse9\n" in page
     assert "python compare\nmine serve\ntheirs serve\n" in page and "(performance.svg)" in page
+    bounded = copy.deepcopy(RESULT)
+    bounded["rows"][1] |= {"target": {"ratio_at_most": 0.1, "at_most": 3.0}}
+    assert "| 8 s | 64 s | 0.125 | at most 0.1, and 3 s: missed | | |" in script.render([bounded])
     alone = copy.deepcopy(RESULT)
     alone["programs"].pop("peer")
     alone["rows"] = [_row("c8", "higher", 300.0, None, 1.5)]
