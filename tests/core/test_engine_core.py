@@ -57,6 +57,9 @@ def test_utilities() -> None:
         "cpu_cache_usage": 0.0,
         "num_prefix_queries": 0,
         "num_prefix_hits": 0,
+        "drafts": None,
+        "running_adapters": [],
+        "waiting_adapters": [],
     }
     assert core.call_utility("check_health", []) is None
     msgspec.msgpack.encode([core.audit(), core.stats()])
