@@ -221,7 +221,6 @@ class Cell:
         )
         return LLMEngine.from_engine_args(args)
 
-
     @property
     def _speculative_config(self) -> dict[str, Any] | None:
         if not self.num_drafts:

@@ -155,7 +155,7 @@ class ChainProposer(abc.ABC):
         room = np.minimum(batch.num_blocks[slots] * batch.block_size, self._drafter.max_model_len)
         longest = batch.token_ids.shape[1] - 1
         # the last draft does not enter the draft model
-        counts = np.minimum(room - num_tokens + self.input_shift + 1, longest - num_tokens)
+        counts: Int64Array = np.minimum(room - num_tokens + self.input_shift + 1, longest - num_tokens)
         return counts.clip(0, max_drafts)
 
     def _choose(self, hidden: torch.Tensor, slots: Int64Array, num_tokens: Int64Array) -> Int64Array:
