@@ -262,6 +262,19 @@ def lora_resolver_cache_dir() -> str:
     return os.environ.get("VLLM_LORA_RESOLVER_CACHE_DIR", "")
 
 
+def eagle_use_safe_ai_lab_style() -> bool:
+    """`EAGLE_USE_SAFE_AI_LAB_STYLE`: EAGLE heads are computed as SafeAILab trains them. The default is 1.
+
+    0 changes nothing but a warning in the log.
+    """
+    return _switch("EAGLE_USE_SAFE_AI_LAB_STYLE", default=True)
+
+
+def enable_spec_metric() -> bool:
+    """`ENABLE_SPEC_METRIC`: 0 leaves the metrics of speculative decoding out of /metrics and the log; default 1."""
+    return _switch("ENABLE_SPEC_METRIC", default=True)
+
+
 def otlp_traces_protocol() -> str:
     """`OTEL_EXPORTER_OTLP_TRACES_PROTOCOL`: how traces are sent, grpc (the default) or http/protobuf."""
     value = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")

@@ -42,7 +42,6 @@ They may be set; nothing changes.
 | variable | feature |
 |---|---|
 | `VLLM_IMAGE_FETCH_TIMEOUT`, `VLLM_AUDIO_FETCH_TIMEOUT` | images and sound in prompts |
-| `EAGLE_USE_SAFE_AI_LAB_STYLE`, `ENABLE_SPEC_METRIC` | speculative decoding |
 """
 
 

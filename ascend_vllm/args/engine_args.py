@@ -99,6 +99,11 @@ class EngineArgs(EngineFlags):
         """
         args = dataclasses.replace(self, model=directory, served_model_name=list(self._served_names()))
         args._typed_model = self.model
+        # a draft model of the same name is the same model
+        if self.speculative_model == self.model:
+            args.speculative_model = directory
+        if self.speculative_config is not None and self.speculative_config.get("model") == self.model:
+            args.speculative_config = {**self.speculative_config, "model": directory}
         return args
 
     def create_engine_config(self) -> EngineConfig:
@@ -144,10 +149,15 @@ class EngineArgs(EngineFlags):
         dtype = limits.resolve_dtype(self.dtype, arch.dtype, facts, hf_config.get("model_type"))
         model = self._model_config(directory, hf_config, arch, dtype, longest)
         check_kv_cache(self, facts, arch)
+        speculation = speculative_config(self, model, facts)
+        draft = None if speculation is None else speculation.draft
         cache = self._cache_config(block_size, facts.kv_scale_dtype, arch, hf_config.get("model_type"))
+        if draft is not None and draft.arch.common_window != arch.common_window:
+            # blocks are freed where neither model reads them
+            cache = msgspec.structs.replace(cache, sliding_window=None)
         parallel = parallel_config(self, arch, facts.name)
         if is_auto:
-            longest = _fitting_length(model, cache, parallel, facts.name)
+            longest = _fitting_length(model, cache, parallel, facts.name, draft)
             model = msgspec.structs.replace(model, max_model_len=longest)
         config = EngineConfig(
             model=model,
@@ -161,7 +171,7 @@ class EngineArgs(EngineFlags):
             ),
             structured=structured_outputs_config(self.guided_decoding_backend, self.structured_outputs_config),
             lora=self._lora_config(arch, dtype, facts),
-            speculation=speculative_config(self, model),
+            speculation=None if speculation is None else speculation.up_to(longest),
         )
         checks.check_tracing(self.collect_detailed_traces, self.otlp_traces_endpoint)
         hf_checks.check_size(config, hf_config, hf_files.weight_bytes(directory))
@@ -327,8 +337,17 @@ def _length(value: int | str | None, field: str, *, auto_allowed: bool = False) 
     return value
 
 
-def _fitting_length(model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig, device: str) -> int:
+def _fitting_length(
+    model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig, device: str, draft: ModelConfig | None
+) -> int:
     """--max-model-len auto: the longest sequence whose KV cache fits in memory, within the model's limit.
+
+    Args:
+        model: the target.
+        cache: its KV cache.
+        parallel: how it is divided.
+        device: in the platforms' names.
+        draft: the draft model, which one worker has whole, with KV in the same blocks; None: there is none.
 
     Raises:
         ConfigError: not even one block fits.
@@ -341,6 +360,9 @@ def _fitting_length(model: ModelConfig, cache: CacheConfig, parallel: ParallelCo
         num_workers = parallel.local_world_size
         # each machine loads an equal part
         weight_bytes = hf_files.weight_bytes(model.model) // parallel.nnodes
+        if draft is not None:
+            # the worker that has it decides for all how many blocks there are
+            weight_bytes += hf_files.weight_bytes(draft.model) * num_workers
         available = get_platform(device).expected_kv_cache_bytes(
             cache, weight_bytes, num_workers, parallel.data_parallel_size
         )
@@ -348,6 +370,8 @@ def _fitting_length(model: ModelConfig, cache: CacheConfig, parallel: ParallelCo
         # the stage with the largest KV cache per token has memory for the fewest blocks
         of_stages, stages = iter(specs), parallel.stage_layers or (len(specs),)
         block_bytes = max(sum(spec.block_bytes for spec in itertools.islice(of_stages, size)) for size in stages)
+        if draft is not None:
+            block_bytes += sum(spec.block_bytes for spec in kv_cache_specs(draft, cache))
         blocks = int(available * _AUTO_LENGTH_SHARE) // block_bytes
     if blocks < 1:
         raise ConfigError("--max-model-len auto: there is no memory for a KV cache of even one block.")

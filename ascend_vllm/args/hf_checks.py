@@ -383,6 +383,30 @@ def model_type_of(model: str) -> str:
     return str(_config_at(model).get("model_type", ""))
 
 
+def eagle_version(model: str) -> int | None:
+    """1 or 3 if the config.json of a directory is that of an EAGLE head, whatever the directory is called; else None.
+
+    Only a head of EAGLE-3 drafts another vocabulary than it reads; only one of EAGLE-1 says whether its first layer
+    has a bias.
+    """
+    config = _config_at(model)
+    if config.get("model_type") == "eagle":
+        return 1
+    if "draft_vocab_size" in config:
+        return 3
+    return 1 if config.get("num_hidden_layers") == 1 and "bias" in config else None
+
+
+def check_advice(flag: str, quantization: str | None) -> None:
+    """Checks the value of a flag that names the quantization of a checkpoint.
+
+    Raises:
+        UnsupportedFlagError: a quantization of vLLM that there is not here.
+    """
+    if quantization in ADVICE and scheme_target(quantization) is None:
+        raise UnsupportedFlagError(f"{flag} {quantization}", ADVICE[quantization])
+
+
 def check_flags(args: EngineFlags) -> None:
     """Checks flags that the model's config.json contradicts.
 
@@ -399,8 +423,7 @@ def check_flags(args: EngineFlags) -> None:
     if args.quantization is not None:
         directory = pathlib.Path(args.model).expanduser()
         check_quantization(args.quantization, stated_quantization(directory, config))
-        if args.quantization in ADVICE and scheme_target(args.quantization) is None:
-            raise UnsupportedFlagError(f"--quantization {args.quantization}", ADVICE[args.quantization])
+        check_advice("--quantization", args.quantization)
     needs_no_window = (
         not args.use_v2_block_manager and args.enable_chunked_prefill and not args.disable_sliding_window
     )

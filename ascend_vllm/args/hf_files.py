@@ -231,8 +231,10 @@ _BESIDE_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken"
 _WEIGHTS = {"safetensors": ("*.safetensors",), "pt": ("*.bin", "*.pt"), "npcache": ("*.bin", "*.pt"), "dummy": ()}
 
 
-def find_model_directory(name: str, revision: str | None, download_dir: str | None, load_format: str) -> str:
-    """The directory of --model; only the files that the load format requires are downloaded.
+def find_model_directory(
+    name: str, revision: str | None, download_dir: str | None, load_format: str, flag: str = "--model"
+) -> str:
+    """The directory of --model, or of another `flag`; only the files that the load format requires are downloaded.
 
     Raises:
         ConfigError: see `find_directory`.
@@ -240,7 +242,7 @@ def find_model_directory(name: str, revision: str | None, download_dir: str | No
     formats = ("safetensors", "pt") if load_format == "auto" else (load_format,)
     for candidate in formats:
         patterns = (*_BESIDE_WEIGHTS, *_WEIGHTS[candidate])
-        directory = find_directory("--model", name, revision=revision, download_dir=download_dir, patterns=patterns)
+        directory = find_directory(flag, name, revision=revision, download_dir=download_dir, patterns=patterns)
         found = [file for pattern in _WEIGHTS[candidate] for file in pathlib.Path(directory).glob(pattern)]
         if found or pathlib.Path(name).expanduser().is_dir():
             break

@@ -10,11 +10,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ascend_vllm.args import hf_checks
+from ascend_vllm.args.draft_model import draft_config
 from ascend_vllm.args.tables.engine import EngineFlags
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.config.speculation import AcceptanceMethod, SpeculativeConfig, SpeculativeMethod
 from ascend_vllm.errors import ConfigError, UnsupportedFlagError
 from ascend_vllm.logger import init_logger
+from ascend_vllm.platforms.facts import DeviceFacts
 
 logger = init_logger(__name__)
 
@@ -54,9 +56,9 @@ class _Settings(msgspec.Struct, forbid_unknown_fields=True):
     rejection_sample_method: Literal["standard"] = "standard"
     synthetic_acceptance_rates: None = None
     synthetic_acceptance_length: None = None
-    # all values of these give the same answers here
-    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     revision: str | None = None
+    # these concern the speed of GPUs or the drafts alone, see `_WITHOUT_EFFECT`
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     code_revision: str | None = None
     kv_cache_dtype: str | None = None
     attention_backend: str | None = None
@@ -70,6 +72,19 @@ class _Settings(msgspec.Struct, forbid_unknown_fields=True):
     suffix_decoding_max_cached_requests: int = 10000
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
+
+
+_WITHOUT_EFFECT = (
+    "draft_sample_method",
+    "code_revision",
+    "kv_cache_dtype",
+    "attention_backend",
+    "moe_backend",
+    "enforce_eager",
+    "disable_padded_drafter_batch",
+    "use_local_argmax_reduction",
+    "disable_eagle_block_drop",
+)
 
 
 def check_flags(args: EngineFlags) -> None:
@@ -86,6 +101,17 @@ def check_flags(args: EngineFlags) -> None:
             )
         _settings(args.speculative_config, args.tensor_parallel_size)
     _check_old_flags(args)
+    if args.speculative_config or args.speculative_model:
+        _check_posterior(args)
+        if args.spec_decoding_acceptance_method != AcceptanceMethod.EXACT:
+            raise UnsupportedFlagError(
+                f"--spec-decoding-acceptance-method {args.spec_decoding_acceptance_method}",
+                "rejection_sampler is the only rule in this version",
+            )
+        if args.disable_logprobs_during_spec_decoding:
+            raise UnsupportedFlagError(
+                "--disable-logprobs-during-spec-decoding", "log-probabilities cost next to nothing here"
+            )
     if (args.speculative_config or args.speculative_model) and args.pipeline_parallel_size > 1:
         raise UnsupportedFlagError(
             f"--pipeline-parallel-size {args.pipeline_parallel_size} with speculative decoding",
@@ -93,32 +119,105 @@ def check_flags(args: EngineFlags) -> None:
         )
 
 
-def speculative_config(args: EngineFlags, target: ModelConfig) -> SpeculativeConfig | None:
+def speculative_config(args: EngineFlags, target: ModelConfig, facts: DeviceFacts) -> SpeculativeConfig | None:
     """The configuration's section, of flags that `check_flags` has accepted; None: nothing is drafted.
 
     Args:
         args: the flags.
         target: the model that is served.
+        facts: of the device.
 
     Raises:
         ConfigError: the draft model does not fit the model.
-        UnsupportedFlagError: a method of vLLM that there is not here.
+        UnsupportedFlagError: a method, or a quantization of the draft model, of vLLM that there is not here.
+        ModelLoadError: the draft model's config.json is missing or broken.
     """
     if args.speculative_config is None and args.speculative_model is None:
         return None
     if target.pooler is not None:
         raise ConfigError("Speculative decoding is for generation; a pooling model generates nothing.")
-    if args.speculative_config is not None:
-        settings = _settings(args.speculative_config, args.tensor_parallel_size)
-        config = _of_settings(settings, target)
-    else:
-        config = _of_old_flags(args, target)
-    if config.method is not SpeculativeMethod.NGRAM:
-        raise UnsupportedFlagError(
-            f"speculative decoding by {config.method}",
-            "only n-grams are available in this version: --speculative-model [ngram]",
+    settings = _of_old_flags(args) if args.speculative_config is None else _checked_settings(args)
+    method = SpeculativeMethod(settings.method or "")
+    draft: ModelConfig | None = None
+    if method is not SpeculativeMethod.NGRAM:
+        if settings.model is None:
+            raise ConfigError(f"speculative_config: the method {method} needs the path of a draft model, 'model'.")
+        draft = draft_config(
+            args,
+            method,
+            settings.model,
+            target,
+            facts,
+            quantization=settings.quantization,
+            revision=settings.revision,
         )
-    return config
+    threshold, alpha = _posterior(args)
+    return SpeculativeConfig(
+        method=method,
+        num_speculative_tokens=_num_tokens(settings),
+        draft=draft,
+        prompt_lookup_min=settings.prompt_lookup_min or 1,
+        prompt_lookup_max=settings.prompt_lookup_max or 1,
+        pads_drafts=args.speculative_config is None,
+        max_model_len=_max_model_len(settings.max_model_len, target, draft),
+        acceptance=AcceptanceMethod(args.spec_decoding_acceptance_method),
+        posterior_threshold=threshold,
+        posterior_alpha=alpha,
+        disables_logprobs=bool(args.disable_logprobs_during_spec_decoding),
+        disable_by_batch_size=settings.disable_by_batch_size,
+    )
+
+
+def _checked_settings(args: EngineFlags) -> _Settings:
+    """--speculative-config; logs which of its keys have no effect."""
+    assert args.speculative_config is not None
+    settings = _settings(args.speculative_config, args.tensor_parallel_size)
+    for key in _WITHOUT_EFFECT:
+        if key in args.speculative_config:
+            logger.info("--speculative-config: %s has no effect; it would not change an answer.", key)
+    return settings
+
+
+def _of_old_flags(args: EngineFlags) -> _Settings:
+    return _Settings(
+        method=_known(_method_of(args.speculative_model) or "", "--speculative-model"),
+        model=args.speculative_model,
+        num_speculative_tokens=args.num_speculative_tokens,
+        quantization=args.speculative_model_quantization,
+        max_model_len=args.speculative_max_model_len,
+        prompt_lookup_max=args.ngram_prompt_lookup_max,
+        prompt_lookup_min=args.ngram_prompt_lookup_min,
+        disable_by_batch_size=args.speculative_disable_by_batch_size,
+    )
+
+
+def _num_tokens(settings: _Settings) -> int:
+    """As asked for, within what the draft model has been trained for."""
+    asked = settings.num_speculative_tokens
+    most = hf_checks.num_predicted(settings.model or "")
+    if asked is None:
+        assert most is not None
+        return most
+    if most is not None and asked > most:
+        raise ConfigError(
+            f"This speculative model supports a maximum of num_speculative_tokens={most}, but "
+            f"num_speculative_tokens={asked} was provided."
+        )
+    return asked
+
+
+def _max_model_len(asked: int | None, target: ModelConfig, draft: ModelConfig | None) -> int:
+    """The longest sequence with drafts: as asked for, else the shorter of the two models' longest."""
+    lengths = {"draft": draft.max_model_len} if draft is not None else {}
+    lengths["target"] = target.max_model_len
+    if asked is None:
+        return min(lengths.values())
+    for model, length in lengths.items():
+        if asked > length:
+            raise ConfigError(
+                f"speculative_max_model_len={asked} cannot be larger than {model}_max_model_len={length}"
+            )
+    return asked
 
 
 def _settings(values: dict[str, Any], tensor_parallel_size: int) -> _Settings:
@@ -169,10 +268,10 @@ def _method_of(model: str | None) -> str | None:
     if model in _NGRAM:
         return SpeculativeMethod.NGRAM
     name = model.lower()
-    model_type = hf_checks.model_type_of(model)
-    if "eagle3" in name:
+    model_type, version = hf_checks.model_type_of(model), hf_checks.eagle_version(model)
+    if version == 3 or (version is None and "eagle3" in name):
         return SpeculativeMethod.EAGLE3
-    if "eagle-" in name or model_type == "eagle":
+    if version == 1 or "eagle-" in name:
         return SpeculativeMethod.EAGLE
     if model_type in _REFUSED_METHODS or model_type.endswith(_MTP):
         return model_type
@@ -189,19 +288,6 @@ def _known(method: str, flag: str) -> SpeculativeMethod:
         raise ConfigError(f"Unsupported speculative method: '{method}'") from None
 
 
-def _of_settings(settings: _Settings, target: ModelConfig) -> SpeculativeConfig:
-    assert settings.num_speculative_tokens is not None
-    return SpeculativeConfig(
-        method=SpeculativeMethod(settings.method or ""),
-        num_speculative_tokens=settings.num_speculative_tokens,
-        draft_quantization=settings.quantization,
-        prompt_lookup_min=settings.prompt_lookup_min or 1,
-        prompt_lookup_max=settings.prompt_lookup_max or 1,
-        max_model_len=min(settings.max_model_len or target.max_model_len, target.max_model_len),
-        disable_by_batch_size=settings.disable_by_batch_size,
-    )
-
-
 def _check_old_flags(args: EngineFlags) -> None:
     num_tokens = args.num_speculative_tokens
     if args.speculative_model is None:
@@ -209,10 +295,6 @@ def _check_old_flags(args: EngineFlags) -> None:
             raise ConfigError("num_speculative_tokens was provided without speculative_model.")
         return
     _check_batch_size(args.speculative_disable_by_batch_size)
-    if args.enable_chunked_prefill:
-        raise ConfigError(
-            "Speculative decoding and chunked prefill are currently mutually exclusive (enable_chunked_prefill=True)."
-        )
     if not args.use_v2_block_manager:
         raise ConfigError(
             "Speculative decoding requires usage of the V2 block manager. Enable it with --use-v2-block-manager."
@@ -232,7 +314,6 @@ def _check_old_flags(args: EngineFlags) -> None:
     longest = args.speculative_max_model_len
     if longest is not None and longest < 1:
         raise ConfigError(f"--speculative-max-model-len must be at least 1, got {longest}.")
-    _check_posterior(args)
     _known(_method_of(args.speculative_model) or "", "--speculative-model")
 
 
@@ -271,37 +352,3 @@ def _check_ngram(args: EngineFlags) -> None:
         raise ConfigError(
             f"ngram_prompt_lookup_min={shortest} cannot be larger than ngram_prompt_lookup_max={longest}"
         )
-
-
-def _of_old_flags(args: EngineFlags, target: ModelConfig) -> SpeculativeConfig:
-    model = args.speculative_model
-    assert model is not None
-    num_tokens, most = args.num_speculative_tokens, hf_checks.num_predicted(model)
-    if num_tokens is None or (most is not None and num_tokens > most):
-        if num_tokens is not None:
-            raise ConfigError(
-                f"This speculative model supports a maximum of num_speculative_tokens={most}, but "
-                f"num_speculative_tokens={num_tokens} was provided."
-            )
-        assert most is not None
-        num_tokens = most
-    longest = args.speculative_max_model_len
-    if longest is not None and longest > target.max_model_len:
-        raise ConfigError(
-            f"speculative_max_model_len={longest} cannot be larger than target_max_model_len={target.max_model_len}"
-        )
-    threshold, alpha = _posterior(args)
-    return SpeculativeConfig(
-        method=_known(_method_of(model) or "", "--speculative-model"),
-        num_speculative_tokens=num_tokens,
-        draft_quantization=args.speculative_model_quantization,
-        prompt_lookup_min=args.ngram_prompt_lookup_min or 1,
-        prompt_lookup_max=args.ngram_prompt_lookup_max or 1,
-        pads_drafts=True,
-        max_model_len=target.max_model_len if longest is None else longest,
-        acceptance=AcceptanceMethod(args.spec_decoding_acceptance_method),
-        posterior_threshold=threshold,
-        posterior_alpha=alpha,
-        disables_logprobs=bool(args.disable_logprobs_during_spec_decoding),
-        disable_by_batch_size=args.speculative_disable_by_batch_size,
-    )

@@ -22,6 +22,13 @@ class SpeculativeMethod(enum.StrEnum):
     EAGLE3 = "eagle3"
 
 
+# architectures that EAGLE heads have here, whatever config.json names
+HEAD_ARCHITECTURES = {
+    SpeculativeMethod.EAGLE: "EagleLlamaForCausalLM",
+    SpeculativeMethod.EAGLE3: "Eagle3LlamaForCausalLM",
+}
+
+
 class AcceptanceMethod(enum.StrEnum):
     """Rules by which drafts are accepted."""
 
@@ -38,7 +45,6 @@ class SpeculativeConfig(msgspec.Struct, frozen=True):
         method: where drafts come from.
         num_speculative_tokens: most drafts of a row in a step, 1 or more.
         draft: the draft model, or the EAGLE head; None with n-grams.
-        draft_quantization: --quantization of the draft model.
         prompt_lookup_min: fewest last tokens that are looked up, with n-grams; 1 or more.
         prompt_lookup_max: most of them, not below.
         pads_drafts: n-gram drafts that reach the end of the text are filled up with its last token, as in vLLM
@@ -56,7 +62,6 @@ class SpeculativeConfig(msgspec.Struct, frozen=True):
     method: SpeculativeMethod
     num_speculative_tokens: int
     draft: ModelConfig | None = None
-    draft_quantization: str | None = None
     prompt_lookup_min: int = 1
     prompt_lookup_max: int = 1
     pads_drafts: bool = False
@@ -72,10 +77,6 @@ class SpeculativeConfig(msgspec.Struct, frozen=True):
         """Tokens behind a row's drafts for which KV blocks are allocated, so that the next drafts can be computed."""
         return 0 if self.draft is None else self.num_speculative_tokens
 
-    @property
-    def needs_last_hidden_state(self) -> bool:
-        """Whether a row needs the hidden state of the token before its first uncomputed one.
-
-        Cached blocks have none: the last block of a cached prefix is computed again.
-        """
-        return self.method in (SpeculativeMethod.EAGLE, SpeculativeMethod.EAGLE3)
+    def up_to(self, max_model_len: int) -> SpeculativeConfig:
+        """The same for sequences of at most so many tokens."""
+        return msgspec.structs.replace(self, max_model_len=min(self.max_model_len, max_model_len))

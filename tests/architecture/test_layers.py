@@ -57,6 +57,7 @@ MANY_LINES = 600
 # Who sees config.json as it is: those that read and check the file, the reader that makes an `ArchConfig` of it, what
 # hands the one to the other, and what reads labels and activations of pooling models' heads.
 RAW_CONFIG_FILES = (
+    "args/draft_model.py",
     "args/engine_args.py",
     "args/hf_checks.py",
     "args/hf_files.py",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ascend_vllm.args.engine_args import EngineArgs
-from ascend_vllm.errors import ConfigError, UnsupportedFlagError
+from ascend_vllm.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = {
@@ -58,11 +58,6 @@ def error_of(directory: pathlib.Path, config: dict[str, Any], values: dict[str, 
         (
             {"num_scheduler_steps": 2, "enable_chunked_prefill": True, "pipeline_parallel_size": 2},
             "Multi-Step Chunked-Prefill is not supported for pipeline-parallel-size > 1",
-        ),
-        (
-            NGRAM | {"enable_chunked_prefill": True},
-            "Speculative decoding and chunked prefill are currently mutually exclusive "
-            "(enable_chunked_prefill=True).",
         ),
         (
             NGRAM | {"use_v2_block_manager": False},
@@ -135,12 +130,6 @@ def test_sliding_windows_and_chunked_prefill(tmp_path: pathlib.Path) -> None:
     for better in ({"use_v2_block_manager": True}, {"disable_sliding_window": True}):
         made = EngineArgs(model=str(tmp_path), device="cpu", **(values | better)).create_engine_config()
         assert made.scheduler.enable_chunked_prefill
-
-
-def test_draft_model_with_n_predict(tmp_path: pathlib.Path) -> None:
-    values = {"speculative_model": make_model(tmp_path, CONFIG | {"n_predict": 4})}
-    with pytest.raises(UnsupportedFlagError, match="--speculative-model"):
-        EngineArgs(model=str(tmp_path), device="cpu", **values).create_engine_config()
 
 
 @pytest.mark.parametrize("key", ["n_positions", "max_seq_len", "seq_length", "model_max_length", "seq_len"])

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from ascend_vllm.args.fields import flag
 from ascend_vllm.args.tables.model import QUANTIZATIONS
 
-_EXACT_ONLY = "rejection_sampler is the only rule in this version"
 _POOL = "texts are tokenised in threads beside the event loop, without a pool of processes"
 
 
@@ -67,75 +66,92 @@ class PromptAdapterArgs:
 
 @dataclasses.dataclass
 class SpeculativeArgs:
-    """Guessing tokens ahead with something faster than the model."""
+    """Drafting several tokens cheaply, which the model verifies in one step."""
 
     SECTION: ClassVar[str] = "Speculative decoding"
 
     speculative_config: dict[str, Any] | None = flag(
         None,
-        "All settings of speculative decoding in one JSON object, with vLLM's keys: method, model, "
-        "num_speculative_tokens, prompt_lookup_max, prompt_lookup_min and others.",
+        "All settings of speculative decoding in one JSON object, with vLLM's keys: method (ngram, draft_model, "
+        "eagle or eagle3), model, num_speculative_tokens, prompt_lookup_max, prompt_lookup_min and others.",
         example='--speculative-config \'{"method": "ngram", "num_speculative_tokens": 4}\'',
     )
     speculative_model: str | None = flag(
         None,
-        "A smaller model that guesses tokens ahead, which the large model then checks several at a time. [ngram] "
-        "guesses without a model, from text that occurs again.",
+        "The draft model, a smaller model with the same tokenizer or an EAGLE head, which proposes tokens that the "
+        "served model verifies several at a time. [ngram] proposes what followed the last words earlier in the text.",
         example="--speculative-model [ngram] --num-speculative-tokens 4 --ngram-prompt-lookup-max 4",
     )
     speculative_model_quantization: str | None = flag(
         None,
-        "How the weights of the guessing model are quantised.",
+        "How the weights of the draft model are quantised; without it, the draft model's own files say so.",
         choices=QUANTIZATIONS,
+        example="--speculative-model /models/small --num-speculative-tokens 4 --speculative-model-quantization awq",
     )
-    num_speculative_tokens: int | None = flag(None, "The number of tokens that are guessed ahead in each step.")
+    num_speculative_tokens: int | None = flag(
+        None,
+        "The largest number of tokens that are drafted for each sequence in a step.",
+        example="--speculative-model /models/small --num-speculative-tokens 4",
+    )
     speculative_disable_mqa_scorer: bool = flag(
         False,
-        "Checks guessed tokens as separate sequences instead of all in one.",
-        no_effect="guessed tokens are always checked in one pass over their sequence",
+        "Verifies drafted tokens as separate sequences instead of all in one.",
+        no_effect="drafted tokens are always verified in one pass over their sequence",
     )
     speculative_draft_tensor_parallel_size: int | None = flag(
         None,
-        "The number of devices that share the guessing model.",
+        "The number of devices that share the draft model. It may be 1 only: the draft model is computed whole on "
+        "one device, however many share the served model.",
         short=("-spec-draft-tp",),
+        example="--tensor-parallel-size 2 --speculative-model /models/small --num-speculative-tokens 4 "
+        "--speculative-draft-tensor-parallel-size 1",
     )
     speculative_max_model_len: int | None = flag(
-        None, "The longest sequence for which tokens are guessed; longer ones go on without guesses."
+        None,
+        "The longest sequence in tokens for which tokens are drafted; longer ones go on without drafts.",
+        example="--speculative-max-model-len 2048",
     )
     speculative_disable_by_batch_size: int | None = flag(
         None,
-        "Requests that arrive while so many or more are running get no guesses. Without it, measurements decide when "
-        "guesses pay.",
+        "Requests that arrive while so many or more are running get no drafts. Without it, measurements decide when "
+        "drafts pay.",
+        example="--speculative-disable-by-batch-size 8",
     )
     ngram_prompt_lookup_max: int | None = flag(
-        None, "The most last tokens that are looked up in the text so far to guess what follows them."
+        None,
+        "The largest number of last tokens that are looked up in the text so far, to draft what followed them.",
+        example="--speculative-model [ngram] --num-speculative-tokens 4 --ngram-prompt-lookup-max 4",
     )
     ngram_prompt_lookup_min: int | None = flag(
-        None, "The fewest last tokens that are looked up in the text so far to guess what follows them."
+        None,
+        "The smallest number of last tokens that are looked up in the text so far, to draft what followed them.",
+        example="--ngram-prompt-lookup-max 4 --ngram-prompt-lookup-min 2",
     )
     spec_decoding_acceptance_method: str = flag(
         "rejection_sampler",
-        "The rule by which guessed tokens are accepted; with rejection_sampler the answers are those without "
-        "guesses, token for token.",
+        "The rule by which drafted tokens are accepted. With rejection_sampler the answers are those without drafts, "
+        "token for token; typical_acceptance_sampler accepts more drafts of requests that sample, and changes their "
+        "answers.",
         choices=("rejection_sampler", "typical_acceptance_sampler"),
-        unsupported=_EXACT_ONLY,
+        example="--spec-decoding-acceptance-method typical_acceptance_sampler",
     )
     typical_acceptance_sampler_posterior_threshold: float | None = flag(
         None,
-        "The lowest probability at which the typical acceptance rule takes a guessed token.",
-        unsupported=_EXACT_ONLY,
+        "With typical_acceptance_sampler, a drafted token whose probability is above this is accepted in any case; "
+        "the default is 0.09.",
+        example="--typical-acceptance-sampler-posterior-threshold 0.2",
     )
     typical_acceptance_sampler_posterior_alpha: float | None = flag(
         None,
-        "How strongly the typical acceptance rule lowers its limit when the model is unsure.",
-        unsupported=_EXACT_ONLY,
+        "With typical_acceptance_sampler, a drafted token whose probability is above this times exp(-entropy) is "
+        "accepted; the default is 0.3.",
+        example="--typical-acceptance-sampler-posterior-alpha 0.45",
     )
     disable_logprobs_during_spec_decoding: bool | None = flag(
         None,
-        "Leaves log-probabilities out while tokens are guessed ahead. They are computed without this flag, though "
-        "vLLM 0.6.3 then leaves them out, too.",
-        unsupported="log-probabilities cost next to nothing here; leave the flag out",
-        allowed=(False,),
+        "Reports log-probabilities of 0 for requests whose tokens are drafted. Without this flag they are computed, "
+        "though vLLM 0.6.3 leaves them out by default.",
+        example="--disable-logprobs-during-spec-decoding",
     )
 
 

@@ -163,7 +163,7 @@ class ModelArgs:
         "What the model is used for: generate means writing text, pooling means embeddings, classes and scores. With "
         "auto the model's own kind decides.",
         choices=("auto", "generate", "pooling", "draft"),
-        unsupported="speculative decoding is not available in this version",
+        unsupported="a draft model is named beside the model that it drafts for: --speculative-model",
         allowed=("generate", "pooling"),
         example="--runner pooling",
     )

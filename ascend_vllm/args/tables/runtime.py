@@ -192,7 +192,7 @@ class SchedulerArgs:
     num_lookahead_slots: int = flag(
         0,
         "KV cache slots that are reserved ahead for tokens that are not yet certain.",
-        unsupported="it belongs to speculative decoding, which is not available in this version",
+        unsupported="speculative decoding reserves the slots that it needs by itself",
     )
     disable_async_output_proc: bool = flag(
         False,

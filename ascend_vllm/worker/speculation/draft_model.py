@@ -30,8 +30,17 @@ from ascend_vllm.worker.speculation.chain import ChainProposer, Drafter, Draftin
 from ascend_vllm.worker.speculation.proposer import ComputedStep
 
 
-def draft_context(context: BuildContext) -> BuildContext:
-    """The context of a draft model: whole on one worker, without the target's quantization and adapters."""
+def draft_context(context: BuildContext, scale_dtype: str) -> BuildContext:
+    """The context of a draft model: whole on one worker, without the target's quantization and adapters.
+
+    Args:
+        context: of the target.
+        scale_dtype: see `CacheConfig`.
+    """
+    cache_format = context.kv_cache
+    if cache_format is not None and cache_format.dtype == "int8":
+        # measured scales are those of the target's layers
+        cache_format = msgspec.structs.replace(cache_format, has_scales=True, scale_dtype=scale_dtype)
     return dataclasses.replace(
         context,
         parallel=ParallelContext(),
@@ -39,6 +48,7 @@ def draft_context(context: BuildContext) -> BuildContext:
         quant=UnquantizedScheme(),
         step_state=StepState(0, 0, context.device),
         lora=None,
+        kv_cache=cache_format,
         kv_layer_scales=None,
     )
 
@@ -65,11 +75,24 @@ def load_draft(config: EngineConfig, context: BuildContext, max_model_len: int) 
 
 
 class DraftModelProposer(ChainProposer):
-    """Proposes what a draft model would generate."""
+    """Proposes what a draft model would generate.
 
-    def __init__(self, drafter: Drafter, batch: InputBatch, sampler: Sampler, vocab_size: int) -> None:
+    Vocabularies of one family may be padded to different sizes; what is added has no text.
+
+    Args:
+        drafter: see `ChainProposer`.
+        batch: see there.
+        sampler: see there.
+        vocab_size: of the target.
+        own_vocab_size: of the draft model.
+    """
+
+    def __init__(
+        self, drafter: Drafter, batch: InputBatch, sampler: Sampler, vocab_size: int, own_vocab_size: int
+    ) -> None:
         super().__init__(drafter, batch, sampler)
         self._vocab_size = vocab_size
+        self._own_vocab_size = own_vocab_size
         # [M] int64, host: tokens whose KV the draft model has computed
         self._num_computed = np.zeros(len(batch.num_tokens), np.int64)
 
@@ -99,6 +122,8 @@ class DraftModelProposer(ChainProposer):
         slots, starts, counts = slots[missing], starts[missing], (ends - starts)[missing]
         self._num_computed[slots] = starts + counts
         tokens = batch.token_ids[np.repeat(slots, counts), ragged_arange(starts, counts)].astype(np.int64)
+        if self._own_vocab_size < self._vocab_size:
+            tokens = tokens.clip(max=self._own_vocab_size - 1)
         return slots, self._forward(self._forward_batch(slots, starts, counts, tokens), None)
 
     def _pass(self, slots: Int64Array, places: Int64Array, hidden: torch.Tensor) -> torch.Tensor:
@@ -106,7 +131,7 @@ class DraftModelProposer(ChainProposer):
         return super()._pass(slots, places, hidden)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Vocabularies of one family may be padded to different sizes; what is added has no text."""
+        """See `ChainProposer`; what the draft model does not have is never drafted."""
         logits = super()._logits(hidden)
         missing = self._vocab_size - logits.shape[1]
         if missing > 0:
@@ -118,12 +143,13 @@ def make_draft_model(config: EngineConfig, _target: CausalLM, context: BuildCont
     """Loads the draft model; see `METHODS`."""
     assert config.speculation is not None
     assert config.speculation.draft is not None
-    own, vocab_size = draft_context(context), config.model.vocab_size
-    length = min(config.speculation.draft.max_model_len, config.model.max_model_len)
+    own, draft = draft_context(context, config.cache.scale_dtype), config.speculation.draft
+    length = min(draft.max_model_len, config.model.max_model_len)
+    sizes = config.model.vocab_size, draft.vocab_size
     return DraftingModel(
         config,
         load_draft(config, own, length),
         own,
         length,
-        lambda drafter, batch, sampler: DraftModelProposer(drafter, batch, sampler, vocab_size),
+        lambda drafter, batch, sampler: DraftModelProposer(drafter, batch, sampler, *sizes),
     )

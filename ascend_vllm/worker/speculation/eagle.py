@@ -65,7 +65,7 @@ def make_eagle(config: EngineConfig, target: CausalLM, context: BuildContext) ->
     Raises:
         ModelLoadError: it cannot be loaded, or does not fit the target.
     """
-    own, length = draft_context(context), config.model.max_model_len
+    own, length = draft_context(context, config.cache.scale_dtype), config.model.max_model_len
     head = load_draft(config, own, length)
     if not isinstance(head, DraftHead):
         raise ModelLoadError(f"{type(head).__name__} is no EAGLE head")
