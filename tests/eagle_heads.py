@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch.nn import functional
 
@@ -102,6 +104,81 @@ def save_head(
         return "pytorch_model.bin"
     save_file(tensors, directory / "model.safetensors")
     return "model.safetensors"
+
+
+# ---- heads that have learned some texts ----------------------------------------------------------------------
+
+
+def learn_eagle(target: str, texts: Sequence[tuple[list[int], int]]) -> dict[str, torch.Tensor]:
+    """An EAGLE-1 head that knows how some texts go on: the linear map from pairs to states, by least squares.
+
+    Args:
+        target: directory of the model.
+        texts: tokens, and how many of the last ones are to be drafted. Of more than 2 * hidden size tokens it learns
+            only some.
+    """
+    model = transformers.AutoModelForCausalLM.from_pretrained(target).eval()
+    embedding = model.get_input_embeddings().weight.detach()
+    pairs, wanted = [], []
+    for token_ids, count in texts:
+        state = _states_of(model, token_ids)[-1]
+        pairs.append(torch.cat((embedding[token_ids[1:]], state[:-1]), 1)[-count:])
+        wanted.append(state[1:][-count:])
+    tensors = eagle_tensors(embedding.shape[1], len(embedding), bias=True, embeds=False)
+    weight, bias = _least_squares(torch.cat(pairs), torch.cat(wanted))
+    return tensors | {"fc.weight": weight, "fc.bias": bias} | _silenced(tensors)
+
+
+def learn_eagle3(
+    target: str, texts: Sequence[tuple[list[int], int]], layers: Sequence[int], num_drafted: int
+) -> dict[str, torch.Tensor]:
+    """The same of EAGLE-3, for the first draft of a step: the states of one token decide what comes after the next.
+
+    Args:
+        target: directory of the model.
+        texts: as of `learn_eagle`.
+        layers: of the target, whose inputs it reads.
+        num_drafted: tokens in its vocabulary: those of the texts first.
+    """
+    model = transformers.AutoModelForCausalLM.from_pretrained(target).eval()
+    lm_head = model.get_output_embeddings().weight.detach()
+    hidden = lm_head.shape[1]
+    inputs, wanted = [], []
+    for token_ids, count in texts:
+        states = _states_of(model, token_ids)
+        inputs.append(torch.cat([states[layer][:-1] for layer in layers], 1)[-count:])
+        wanted.append(states[-1][1:][-count:])
+    weight, bias = _least_squares(torch.cat(inputs), torch.cat(wanted))
+    known = {token_id for token_ids, count in texts for token_id in token_ids[-count:]}
+    others = [token_id for token_id in range(len(lm_head)) if token_id not in known]
+    ids = torch.tensor(sorted([*known, *others][:num_drafted]))
+    tensors = eagle3_tensors(hidden, len(lm_head), num_drafted)
+    return (
+        tensors
+        | {"fc.weight": weight, "fc.bias": bias, "norm.weight": torch.ones(hidden), "lm_head.weight": lm_head[ids]}
+        | {"d2t": ids - torch.arange(num_drafted)}
+        | _silenced(tensors)
+    )
+
+
+def _states_of(model: Any, token_ids: list[int]) -> list[torch.Tensor]:
+    """[T, F] each: the inputs of all layers, and the last hidden state."""
+    with torch.inference_mode():
+        states = model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+    return [state[0].clone() for state in states]
+
+
+def _least_squares(inputs: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, a] and [n, b] → [b, a] and [b]."""
+    with_one = torch.cat((inputs, torch.ones(len(inputs), 1)), 1).double()
+    solution = torch.linalg.lstsq(with_one, wanted.double(), driver="gelsd").solution.float()
+    return solution[:-1].T.contiguous(), solution[-1].contiguous()
+
+
+def _silenced(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of attention and MLP, without a result."""
+    names = [name for name in tensors if name.endswith(("o_proj.weight", "down_proj.weight"))]
+    return {name: torch.zeros_like(tensors[name]) for name in names}
 
 
 # ---- reference ----------------------------------------------------------------------------------------------

@@ -103,15 +103,6 @@ def check_flags(args: EngineFlags) -> None:
     _check_old_flags(args)
     if args.speculative_config or args.speculative_model:
         _check_posterior(args)
-        if args.spec_decoding_acceptance_method != AcceptanceMethod.EXACT:
-            raise UnsupportedFlagError(
-                f"--spec-decoding-acceptance-method {args.spec_decoding_acceptance_method}",
-                "rejection_sampler is the only rule in this version",
-            )
-        if args.disable_logprobs_during_spec_decoding:
-            raise UnsupportedFlagError(
-                "--disable-logprobs-during-spec-decoding", "log-probabilities cost next to nothing here"
-            )
     if (args.speculative_config or args.speculative_model) and args.pipeline_parallel_size > 1:
         raise UnsupportedFlagError(
             f"--pipeline-parallel-size {args.pipeline_parallel_size} with speculative decoding",

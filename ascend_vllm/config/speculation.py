@@ -54,7 +54,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True):
         posterior_threshold: with `TYPICAL`, a draft is accepted if its probability is above the smaller of this and
             `posterior_alpha` * exp(-entropy).
         posterior_alpha: see there.
-        disables_logprobs: tokens of requests with drafts are reported with log-probability 0, as in vLLM 0.6.3.
+        disables_logprobs: log-probabilities of generated tokens are reported as 0 and their ranks as -1, as in vLLM
+            0.6.3.
         disable_by_batch_size: requests that begin while so many run have no drafts; None: measurements decide when
             drafts pay.
     """

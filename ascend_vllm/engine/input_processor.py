@@ -136,6 +136,9 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._model = config.model
         self._has_adapters = config.lora is not None
+        speculation = config.speculation
+        self._is_speculative = speculation is not None
+        self._has_logprobs = speculation is None or not speculation.disables_logprobs
         self._has_priorities = config.scheduler.policy == "priority"
         self._vocab_size = config.model.vocab_size
         self._serial = itertools.count()
@@ -307,10 +310,11 @@ class InputProcessor:
         )
         # the best sequences of best_of are chosen by cumulative log-probability
         is_scored = params.num_sequences > params.n and not params.use_beam_search
+        num_logprobs = params.logprobs if self._has_logprobs else None
         return params.clone(
             n=1,
             best_of=None,
-            logprobs=0 if is_scored and params.logprobs is None else params.logprobs,
+            logprobs=0 if is_scored and num_logprobs is None else num_logprobs,
             # these fields are sent in BeamSearchSpec
             use_beam_search=False,
             length_penalty=1.0,
@@ -373,6 +377,8 @@ class InputProcessor:
                 f"{self._model.logprobs_mode}.",
                 "use_beam_search" if params.use_beam_search else "best_of",
             )
+        if params.use_beam_search and self._is_speculative:
+            raise RequestError("Speculative decoding does not support beam search.", "use_beam_search")
         # SamplingParams checks this, too, but output_kind is often set later
         is_delta = params.output_kind is RequestOutputKind.DELTA
         if is_delta and params.num_sequences != params.n and not params.use_beam_search:

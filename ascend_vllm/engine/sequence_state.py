@@ -111,6 +111,9 @@ class SequenceState:
                 self.token_ids.append(token_id)
                 if output.new_logprobs is not None:
                     self._append_logprobs(output.new_logprobs[position], new_text)
+                elif self._logprobs is not None:
+                    # left out by the engine, see `SpeculativeConfig.disables_logprobs`
+                    self._append_logprobs(TokenLogprobs([token_id], [0.0], rank=-1), new_text)
                 is_stop_token = reason is FinishReason.STOP and position == len(token_ids) - 1
                 if new_text and not is_stop_token and self._find_stop(len(new_text)):
                     return True

@@ -18,6 +18,7 @@ from ascend_vllm.types.step import PromptLogprobs, SchedulerOutput, StepOutput
 from ascend_vllm.worker.block_mover import BlockMover
 from ascend_vllm.worker.input_batch import InputBatch, Int32Array, upload
 from ascend_vllm.worker.multi_step import MultiStepDecoder
+from ascend_vllm.worker.sampling.acceptance import TypicalAcceptance
 from ascend_vllm.worker.sampling.columns import MASKS, Int64Array, ragged_arange
 from ascend_vllm.worker.sampling.logprobs import by_place, collect
 from ascend_vllm.worker.sampling.prompt_logprobs import PromptScorer
@@ -75,6 +76,7 @@ class ModelRunner:
         logprobs_mode: see `Sampler`.
         device: of the model.
         host_memory: tensors on the device are in host memory, see `Platform.shares_host_memory`.
+        acceptance: the rule for drafts; None: the exact one.
 
     Attributes:
         forward: as given.
@@ -91,12 +93,13 @@ class ModelRunner:
         device: torch.device,
         *,
         host_memory: bool,
+        acceptance: TypicalAcceptance | None = None,
     ) -> None:
         self._model = model
         self.forward = forward
         self._mover = mover
         self._batch = batch
-        self.sampler = Sampler(batch, logprobs_mode, device, host_memory=host_memory)
+        self.sampler = Sampler(batch, logprobs_mode, device, host_memory=host_memory, acceptance=acceptance)
         self._scorer = PromptScorer(
             batch,
             self._logits_of,
@@ -185,6 +188,8 @@ class ModelRunner:
         if num_places is not None:
             slots, num_tokens = np.repeat(slots, num_places), ragged_arange(num_tokens, num_places)
         plan = self.sampler.plan(slots, num_tokens=num_tokens)
+        if num_places is not None:
+            plan = self.sampler.with_drafts(plan, slots, num_tokens)
         if step.bitmask is not None:
             rows = _places_of(np.array(step.constrained_slots, np.int64), slots)
             plan = self.sampler.constrain(plan, rows, step.bitmask)

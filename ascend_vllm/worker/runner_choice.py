@@ -32,6 +32,7 @@ from ascend_vllm.worker.graph_runner import GraphRunner
 from ascend_vllm.worker.input_batch import InputBatch
 from ascend_vllm.worker.model_runner import DecodeGraphs, ModelForward, ModelRunner
 from ascend_vllm.worker.pooling import PoolingRunner, make_gatherer
+from ascend_vllm.worker.sampling.acceptance import TypicalAcceptance
 from ascend_vllm.worker.speculation.proposer import ProposerFactory
 from ascend_vllm.worker.stage_runner import StageRunner
 from ascend_vllm.worker.tape_runner import TapeRunner
@@ -117,8 +118,16 @@ class RunnerFactory:
         if self._link is not None and not self._parallel.is_last_stage:
             return StageRunner(forward, self._link, mover, batch, self._device)
         if config.model.pooler is None:
-            mode, host_memory = config.model.logprobs_mode, self._platform.shares_host_memory
-            runner = ModelRunner(model, forward, mover, batch, mode, self._device, host_memory=host_memory)
+            runner = ModelRunner(
+                model,
+                forward,
+                mover,
+                batch,
+                config.model.logprobs_mode,
+                self._device,
+                host_memory=self._platform.shares_host_memory,
+                acceptance=TypicalAcceptance.of(config.speculation),
+            )
             if self._loaded.proposers is not None:
                 caches = kv_caches[num_layers:]
                 runner.use_proposer(self._loaded.proposers.make(batch, runner.sampler, caches, backend))

@@ -15,6 +15,7 @@ import torch
 from ascend_vllm.ops.sampling import largest_top_k, philox_uniform
 from ascend_vllm.worker.input_batch import InputBatch, upload, upload_all
 from ascend_vllm.worker.sampling import columns
+from ascend_vllm.worker.sampling.acceptance import LikelyDrafts
 from ascend_vllm.worker.sampling.columns import Int64Array
 from ascend_vllm.worker.sampling.counts import TokenCounts
 
@@ -130,6 +131,8 @@ class SamplingPlan:
     history: History | None = None
     # of one token only
     constraints: TokenMasks | None = None
+    # of one token only: drafts that decide by their probability which token a row has
+    likely_drafts: LikelyDrafts | None = None
     # set where one op does what it has arguments for; the fields that it replaces are None
     fused: FusedStep | None = None
 

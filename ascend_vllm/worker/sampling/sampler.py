@@ -19,6 +19,7 @@ from ascend_vllm.ops.registry import OPS
 from ascend_vllm.ops.sampling import apply_penalties, apply_token_bitmask, arg_max, draw_tokens, sample_tokens
 from ascend_vllm.types.step import NO_TOKEN
 from ascend_vllm.worker.input_batch import InputBatch, Int32Array
+from ascend_vllm.worker.sampling.acceptance import TypicalAcceptance
 from ascend_vllm.worker.sampling.columns import MASKS, Int64Array, LogitsProcessor
 from ascend_vllm.worker.sampling.logprobs import LogprobTensors, filtered_logits, report
 from ascend_vllm.worker.sampling.plan import BadWords, FusedStep, History, Planner, SamplingPlan
@@ -48,6 +49,7 @@ class Sampler:
         device: of the logits.
         host_memory: tensors on the device are in host memory.
         fused: sample by `edit_and_sample`; None: where the device has a kernel for it.
+        acceptance: the rule for drafts; None: the exact one, for which `sample` needs to know nothing of drafts.
 
     Example::
 
@@ -63,12 +65,16 @@ class Sampler:
         *,
         host_memory: bool = True,
         fused: bool | None = None,
+        acceptance: TypicalAcceptance | None = None,
     ) -> None:
+        self._batch = batch
+        self._acceptance = acceptance
         self._device = device
         self._raw = logprobs_mode in (RAW_LOGPROBS, RAW_LOGITS)
         self._reports_logits = logprobs_mode in (RAW_LOGITS, PROCESSED_LOGITS)
         if fused is None:
-            fused = OPS["edit_and_sample"].has_kernel(device.type)
+            # which does not tell how likely tokens are
+            fused = acceptance is None and OPS["edit_and_sample"].has_kernel(device.type)
         self._planner = Planner(batch, device, raw_logprobs=self._raw, host_memory=host_memory, fused=fused)
         # [up to M, V] float32, kept between steps: page faults of new memory would cost more than the arithmetic
         self._float_logits = torch.empty(0)
@@ -80,6 +86,13 @@ class Sampler:
     def constrain(self, plan: SamplingPlan, rows: Int64Array, bitmask: Int32Array) -> SamplingPlan:
         """A plan for one token, with masks, [G, ceil(V / 32)], for some rows of it, [G]."""
         return self._planner.constrain(plan, rows, bitmask)
+
+    def with_drafts(self, plan: SamplingPlan, slots: Int64Array, num_tokens: Int64Array) -> SamplingPlan:
+        """A plan for one token at positions [S] where drafts are to be verified, see `TypicalAcceptance.drafts`."""
+        if self._acceptance is None or plan.filters is None:
+            return plan
+        drafts = self._acceptance.drafts(self._batch, slots, num_tokens, self._device)
+        return dataclasses.replace(plan, likely_drafts=drafts)
 
     def sample(self, logits: torch.Tensor, plan: SamplingPlan, num_tokens: torch.Tensor, number: int = 0) -> Sampled:
         """Draws the next token of each row.
@@ -102,6 +115,8 @@ class Sampler:
             ids = _edit_and_sample(logits, plan.fused, num_tokens, NO_TOKEN if plan.needed & MASKS else 0)
         else:
             ids = self._draw(logits, plan, num_tokens, number)
+        if plan.likely_drafts is not None and plan.filters is not None:
+            ids = plan.likely_drafts.decide(logits, plan.filters, ids)
         reports = None
         if scored is not None:
             reports = report(scored, _asking_rows(ids, plan), plan.num_logprobs, reports_logits=self._reports_logits)
