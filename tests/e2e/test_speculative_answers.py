@@ -33,6 +33,7 @@ from tests import quantized_checkpoints as formats
 from tests.eagle_heads import head_config, learn_eagle, learn_eagle3, save_head
 from tests.lora_adapters import VOCABULARY, Adapter, write_adapter
 from tests.tiny_models import VOCAB_SIZE, tiny_model, tiny_root
+from tests.worker.drafting import noisy_copy
 from tests.worker.test_quantized_formats import ROUNDING_INPUTS, WEIGHT_ONLY
 
 TARGET, HIDDEN, LAYERS, NUM_DRAFTED = "llama", 64, (0, 1, 2), 300
@@ -160,20 +161,6 @@ def without_drafts() -> Served:
 
 
 # ---- proposers -----------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def noisy_copy(target: str) -> str:
-    """A draft model that is right most of the time: the target whose weights are a little off."""
-    directory = tiny_root() / f"noisy-{pathlib.Path(target).parent.name}"
-    shutil.copytree(target, directory)
-    generator = torch.Generator().manual_seed(3)
-    tensors = load_file(directory / "model.safetensors")
-    for name, tensor in tensors.items():
-        noise = torch.randn(tensor.shape, generator=generator)
-        tensors[name] = tensor + 0.03 * tensor.std() * noise if tensor.ndim == 2 else tensor
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return str(directory)
 
 
 def texts() -> list[tuple[list[int], int]]:

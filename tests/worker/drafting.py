@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import pathlib
+import shutil
 import threading
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
 
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.core.connectors import Connector
@@ -16,6 +21,7 @@ from ascend_vllm.errors import RequestError
 from ascend_vllm.executor.base import create_executor
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import EngineCoreRequest, TokenLogprobs
+from tests.tiny_models import tiny_root
 
 
 class Drafting(RowKind):
@@ -126,6 +132,25 @@ def generate(
 def texts_of(requests: Mapping[str, Asked], answers: Mapping[str, Answer]) -> dict[str, list[int]]:
     """Prompts and answers."""
     return {name: [*requests[name].prompt, *answer.token_ids] for name, answer in answers.items()}
+
+
+@functools.cache
+def noisy_copy(model: str, size: float = 0.03) -> str:
+    """A draft model that is right most of the time: a model whose matrices are a little off.
+
+    Args:
+        model: its directory.
+        size: standard deviation of the noise, in those of the matrices.
+    """
+    directory = tiny_root() / f"noisy-{pathlib.Path(model).parent.name}-{pathlib.Path(model).name}-{size}"
+    shutil.copytree(model, directory)
+    generator = torch.Generator().manual_seed(3)
+    tensors = load_file(directory / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2:
+            tensors[name] = tensor + size * tensor.std() * torch.randn(tensor.shape, generator=generator)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return str(directory)
 
 
 def make_prompts(count: int, vocab_size: int = 384) -> list[list[int]]:
