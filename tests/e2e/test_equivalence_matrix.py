@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -27,7 +27,9 @@ from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.outputs import CompletionOutput, RequestOutput
 from ascend_vllm.sampling_params import SamplingParams
 from tests.beam_search_reference import reference_mode, reference_model
-from tests.tiny_models import tiny_model
+from tests.eagle_heads import head_config, learn_eagle, save_head
+from tests.tiny_models import VOCAB_SIZE, tiny_model, tiny_root
+from tests.worker.drafting import noisy_copy
 
 MAX_MODEL_LEN = 384
 STEPS_BETWEEN_ARRIVALS = 2
@@ -166,6 +168,28 @@ def answers_alone(name: str, n: int) -> dict[str, list[RequestOutput]]:
         engine.shutdown()
 
 
+# ---- what drafts --------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def eagle_head(name: str) -> str:
+    """An EAGLE head that knows some of the greedy answers."""
+    prompts = [conversation.turns[0] for conversation in greedy_traffic(name, 1)[3:8]]
+    texts = [([*prompt, *greedy_ids(name, prompt, 25)], 25) for prompt in prompts]
+    tensors = learn_eagle(tiny_model(name), texts)
+    directory = tiny_root() / f"eagle-of-{name}"
+    save_head(directory, tensors, head_config(tensors["fc.weight"].shape[0], VOCAB_SIZE))
+    return str(directory)
+
+
+# method → settings for a model
+DRAFTERS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "ngram": lambda _name: {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "draft_model": lambda name: {"model": noisy_copy(tiny_model(name))},
+    "eagle": lambda name: {"model": eagle_head(name)},
+}
+
+
 # ---- an engine serves the traffic ----------------------------------------------------------------------------
 
 
@@ -181,8 +205,9 @@ class Cell:
     block_size: int = 16
     name: str = "llama"
     kv_cache: str = "auto"
-    # by n-grams
     num_drafts: int = 0
+    # one of `DRAFTERS`
+    drafter: str = "ngram"
 
     def __str__(self) -> str:
         parts = [
@@ -191,7 +216,7 @@ class Cell:
             f"blocks of {self.block_size}",
             self.pressure,
             f"{self.num_steps} steps",
-            *([f"{self.num_drafts} drafts"] if self.num_drafts else []),
+            *([f"{self.num_drafts} drafts by {self.drafter}"] if self.num_drafts else []),
         ]
         switches = {"caching": self.is_caching, "chunked": self.is_chunked, "overlap": self.overlaps}
         return ", ".join([*parts, *(switch for switch, is_on in switches.items() if is_on)])
@@ -225,8 +250,11 @@ class Cell:
     def _speculative_config(self) -> dict[str, Any] | None:
         if not self.num_drafts:
             return None
-        lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
-        return {"method": "ngram", "num_speculative_tokens": self.num_drafts, **lookup}
+        return {
+            "method": self.drafter,
+            "num_speculative_tokens": self.num_drafts,
+            **DRAFTERS[self.drafter](self.name),
+        }
 
 
 @dataclasses.dataclass
@@ -415,6 +443,15 @@ QUICK = [
     Cell(num_drafts=3),
     Cell(True, True, 1, "recompute", True, num_drafts=4),
     Cell(True, False, 1, "swap", True, 64, num_drafts=1),
+    Cell(True, True, 1, "swap", True, num_drafts=3, drafter="eagle"),
+]
+# with drafts there is one step at a time
+SPECULATIVE = [
+    (Cell(is_caching, is_chunked, 1, pressure, overlaps, 16, "llama", num_drafts=3, drafter=drafter), n)
+    for drafter in DRAFTERS
+    for is_caching, is_chunked, overlaps in itertools.product((False, True), repeat=3)
+    for pressure in ("roomy", "recompute", "swap")
+    for n in (1, 3)
 ]
 # Differences of log-probabilities. Those of the second are rounding in float32, times the factor 4 on its experts:
 # with twelve prompts of 120 to 219 tokens and against float64, transformers in float32 is off by up to 1.6e-5 (median
@@ -447,6 +484,13 @@ def test_the_whole_matrix(cell: Cell, n: int) -> None:
     check(cell, n)
     if cell.num_steps > 1:
         assert_fewer_steps(cell, n)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("cell", "n"), SPECULATIVE, ids=str)
+def test_the_whole_matrix_with_drafts(cell: Cell, n: int) -> None:
+    check(cell, n)
 
 
 @pytest.mark.slow
