@@ -78,6 +78,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True):
         """Tokens behind a row's drafts for which KV blocks are allocated, so that the next drafts can be computed."""
         return 0 if self.draft is None else self.num_speculative_tokens
 
+    @property
+    def needs_hidden(self) -> bool:
+        """Whether drafts are made of the target's hidden states of all tokens."""
+        return self.method in HEAD_ARCHITECTURES
+
     def up_to(self, max_model_len: int) -> SpeculativeConfig:
         """The same for sequences of at most so many tokens."""
         return msgspec.structs.replace(self, max_model_len=min(self.max_model_len, max_model_len))

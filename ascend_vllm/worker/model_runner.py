@@ -77,6 +77,7 @@ class ModelRunner:
         device: of the model.
         host_memory: tensors on the device are in host memory, see `Platform.shares_host_memory`.
         acceptance: the rule for drafts; None: the exact one.
+        needs_hidden: a proposer of this rank, or of another one that shares the layers, reads `ComputedStep.hidden`.
 
     Attributes:
         forward: as given.
@@ -94,6 +95,7 @@ class ModelRunner:
         *,
         host_memory: bool,
         acceptance: TypicalAcceptance | None = None,
+        needs_hidden: bool = False,
     ) -> None:
         self._model = model
         self.forward = forward
@@ -111,6 +113,7 @@ class ModelRunner:
         self._multi_step = MultiStepDecoder(batch, self.sampler, self._logits, device, host_memory=host_memory)
         self._graphs: DecodeGraphs | None = None
         self._proposer: Proposer | None = None
+        self._needs_hidden = needs_hidden
 
     def use_graphs(self, graphs: DecodeGraphs) -> None:
         """Computes steps by these graphs of the forward pass where possible."""
@@ -119,6 +122,7 @@ class ModelRunner:
     def use_proposer(self, proposer: Proposer) -> None:
         """Lets this propose drafts after each step."""
         self._proposer = proposer
+        self._needs_hidden = self._needs_hidden or proposer.needs_hidden
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> StepOutput:
@@ -168,8 +172,8 @@ class ModelRunner:
     def _forward_and_sample(self, step: SchedulerOutput, slots: Int64Array, num_scheduled: Int64Array) -> StepOutput:
         """Computes the rows' next tokens, and samples for rows whose known tokens are all computed."""
         host_batch = self._batch.build(slots, num_scheduled)
-        proposer = self._proposer
-        only_outputs = not self._scorer.requests and (proposer is None or not proposer.needs_hidden)
+        # ranks that share the layers must compute the same tokens of the last one
+        only_outputs = not (self._scorer.requests or self._needs_hidden)
         batch = host_batch.to_device(self._device, only_outputs=only_outputs)
         of_all = hidden = self._hidden(batch)
         prompts = self._scorer.score(host_batch, slots, hidden) if self._scorer.requests else []

@@ -127,6 +127,7 @@ class RunnerFactory:
                 self._device,
                 host_memory=self._platform.shares_host_memory,
                 acceptance=TypicalAcceptance.of(config.speculation),
+                needs_hidden=config.speculation is not None and config.speculation.needs_hidden,
             )
             if self._loaded.proposers is not None:
                 caches = kv_caches[num_layers:]

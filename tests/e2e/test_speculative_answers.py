@@ -171,31 +171,36 @@ def texts() -> list[tuple[list[int], int]]:
     return [([*prompt, *output], len(output)) for prompt, output in tokens]
 
 
+def target_weight(name: str) -> torch.Tensor:
+    weights = load_file(pathlib.Path(tiny_model(TARGET)) / "model.safetensors")
+    return weights.get(name, weights.get(f"model.{name}"))
+
+
 @functools.cache
 def eagle_head(*, is_whole: bool = False) -> str:
     """EAGLE-1, without the target's embedding and LM head unless it `is_whole`."""
     directory = tiny_root() / f"eagle-{is_whole}"
     tensors = learn_eagle(tiny_model(TARGET), texts())
     if is_whole:
-        weights = load_file(pathlib.Path(tiny_model(TARGET)) / "model.safetensors")
-        tensors |= {
-            "embed_tokens.weight": weights["model.embed_tokens.weight"],
-            "lm_head.weight": weights["lm_head.weight"],
-        }
+        tensors |= {name: target_weight(name) for name in ("embed_tokens.weight", "lm_head.weight")}
     save_head(directory, tensors, head_config(HIDDEN, VOCAB_SIZE), as_bin=not is_whole)
     return str(directory)
 
 
 @functools.cache
-def eagle3_head() -> str:
-    directory = tiny_root() / "eagle3"
+def eagle3_head(*, is_whole: bool = False) -> str:
+    """EAGLE-3, with the target's embedding if it `is_whole`."""
+    directory = tiny_root() / f"eagle3-{is_whole}"
     config = head_config(
         HIDDEN,
         VOCAB_SIZE,
         draft_vocab_size=NUM_DRAFTED,
         eagle_config={"eagle_aux_hidden_state_layer_ids": LAYERS},
     )
-    save_head(directory, learn_eagle3(tiny_model(TARGET), texts(), LAYERS, NUM_DRAFTED), config)
+    tensors = learn_eagle3(tiny_model(TARGET), texts(), LAYERS, NUM_DRAFTED)
+    if is_whole:
+        tensors["embed_tokens.weight"] = target_weight("embed_tokens.weight")
+    save_head(directory, tensors, config)
     return str(directory)
 
 
@@ -265,14 +270,17 @@ def test_the_requests_are_worth_comparing() -> None:
     assert len(set(answers["regex"].outputs[0].text)) == 3
 
 
-@pytest.mark.parametrize("proposer", ["draft model", pytest.param("eagle", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "proposer", ["eagle", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("draft model", "eagle3"))]
+)
 def test_draft_on_one_of_two_workers(proposer: str) -> None:
     """Two ranks of the target, the draft model whole on one of them."""
     flags = flags_of(proposer)
     if proposer == "draft model":
         flags["speculative_draft_tensor_parallel_size"] = 1
     else:
-        flags["speculative_config"]["model"] = eagle_head(is_whole=True)
+        make = eagle_head if proposer == "eagle" else eagle3_head
+        flags["speculative_config"]["model"] = make(is_whole=True)
     names = dict.fromkeys(["greedy", "long", "seeded", "penalties", "few tokens", "regex", "several"])
     found = serve(names, **flags, tensor_parallel_size=2)
     assert_same(found, without_drafts().only(names))
