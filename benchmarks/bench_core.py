@@ -1,11 +1,15 @@
 """Measures the host time of the engine core per decode step, with an executor that computes nothing.
 
     python benchmarks/bench_core.py [--rows 1 64 256] [--calls 300] [--num-scheduler-steps 1 8] [--json FILE]
+    python benchmarks/bench_core.py --ngrams
 
 Everything between two forward passes is real (schedule, diff, update, stop checks, messages, and with
 --encode also the msgpack encoding of outputs for the API server); the forward pass is replaced by one that
 returns a fixed token, whose time is subtracted. The target is 150 µs + 3 µs per row and scheduler call; with
 --num-scheduler-steps K, a call generates K tokens per row.
+
+--ngrams measures the lookup of n-gram drafts instead, of rows with 32k tokens that grow by one token a step. The
+target is 20 µs per row.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import time
 from concurrent.futures import Future
 
 import msgspec
+import numpy as np
 from null_device.null_device import NullExecutor
 
 from ascend_vllm.config.arch import ArchConfig
@@ -26,12 +31,14 @@ from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityC
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.core.engine_core import EngineCore
+from ascend_vllm.ops.ngrams import NgramTables
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import EngineCoreRequest
 from ascend_vllm.types.step import SchedulerOutput, StepOutput
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 128
+NGRAM_TOKENS, NGRAM_LENGTHS, NGRAM_DRAFTS, NGRAM_TARGET_US = 32_768, (1, 4), 4, 20
 
 
 class TimedExecutor(NullExecutor):
@@ -102,6 +109,31 @@ def call_times_us(
     return times
 
 
+def ngram_times_us(num_rows: int, num_calls: int) -> list[float]:
+    """µs per row of each of `num_calls` lookups; those of whole prompts, which come first, are left out."""
+    rng = np.random.default_rng(0)
+    token_ids = rng.integers(0, 50_000, (num_rows, NGRAM_TOKENS + num_calls)).astype(np.int32)
+    num_tokens, slots = np.full(num_rows, NGRAM_TOKENS), np.arange(num_rows)
+    tables = NgramTables(token_ids, num_tokens, *NGRAM_LENGTHS, pads=False)
+    tables.drafts(slots, NGRAM_DRAFTS)
+    times = []
+    for _ in range(num_calls):
+        num_tokens += 1
+        start = time.perf_counter()
+        tables.drafts(slots, NGRAM_DRAFTS)
+        times.append((time.perf_counter() - start) * 1e6 / num_rows)
+    return times
+
+
+def print_ngrams(num_rows: list[int], num_calls: int) -> None:
+    """Prints a table of `ngram_times_us`."""
+    print(f"{'rows':>6} {'median µs/row':>14} {'p90 µs/row':>11} {'target µs':>10}")
+    for count in num_rows:
+        times = ngram_times_us(count, num_calls)
+        median, p90 = statistics.median(times), statistics.quantiles(times, n=10)[-1]
+        print(f"{count:>6} {median:>14.1f} {p90:>11.1f} {NGRAM_TARGET_US:>10}")
+
+
 def main() -> None:
     """Prints a table; writes JSON with --json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -111,8 +143,12 @@ def main() -> None:
     parser.add_argument("--enable-prefix-caching", action="store_true", help="full blocks are hashed")
     parser.add_argument("--async-scheduling", action="store_true", help="a step is made ahead")
     parser.add_argument("--encode", action="store_true", help="with encoding the outputs as msgpack")
+    parser.add_argument("--ngrams", action="store_true", help="measure the lookup of n-gram drafts")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures to this file")
     args = parser.parse_args()
+    if args.ngrams:
+        print_ngrams(args.rows, args.calls)
+        return
     results = []
     print(f"{'rows':>6} {'K':>3} {'median µs':>10} {'p90 µs':>8} {'µs/token':>9} {'target µs':>10}")
     for num_rows in args.rows:

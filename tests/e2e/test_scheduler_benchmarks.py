@@ -23,6 +23,13 @@ def test_host_time_of_the_core(tmp_path: pathlib.Path) -> None:
     assert all(0 < result["us_per_token"] <= result["median_us"] for result in results)
 
 
+def test_lookups_of_ngrams() -> None:
+    stdout, _ = run_here("benchmarks/bench_core.py", "--ngrams", "--rows", "2", "--calls", "20")
+    rows, median, p90, target = stdout.splitlines()[-1].split()
+    assert (int(rows), int(target)) == (2, 20)
+    assert 0 < float(median) <= float(p90)
+
+
 def test_compilation_of_grammars() -> None:
     words = ["--tokenizer", str(tiny_model("qwen2-tied")), "--count", "1"]
     figures: dict[str, Any] = json.loads(run_here("benchmarks/bench_grammars.py", *words)[0])
