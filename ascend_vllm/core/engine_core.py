@@ -23,7 +23,7 @@ from ascend_vllm.errors import EngineDeadError, RequestError
 from ascend_vllm.executor.base import Executor, create_executor
 from ascend_vllm.logger import init_logger
 from ascend_vllm.types.controls import CONTROLS
-from ascend_vllm.types.messages import EngineCoreOutputs, EngineCoreRequest
+from ascend_vllm.types.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from ascend_vllm.types.step import StepOutput
 
 logger = init_logger(__name__)
@@ -195,6 +195,10 @@ class EngineCore:
         stats = self._scheduler.stats()
         drafts = None if stats.drafts is None else msgspec.structs.asdict(stats.drafts)
         return msgspec.structs.asdict(stats) | {"drafts": drafts}
+
+    def idle_stats(self) -> SchedulerStats:
+        """Statistics when no step follows the last one, whose tokens have been counted."""
+        return msgspec.structs.replace(self._scheduler.stats(), num_prompt_tokens=0)
 
     def reset_prefix_cache(self) -> bool:
         """Empties the prefix cache without affecting running requests. Returns True: it cannot fail."""

@@ -48,7 +48,6 @@ from ascend_vllm.types.messages import (
     EngineFailed,
     EngineReady,
     FinishReason,
-    SchedulerStats,
     SequencesOfRequest,
     UtilityCall,
     UtilityResult,
@@ -158,9 +157,7 @@ class CoreLoop:
         """Tells the first client the state when no steps follow: it cannot know of the others' aborts."""
         if clients.has_changed:
             clients.has_changed = False
-            # the tokens of the last step have been counted
-            stats = SchedulerStats(**(self._core.stats() | {"num_prompt_tokens": 0}))
-            clients.first.send(self._encoder.encode(EngineCoreOutputs([], stats)))
+            clients.first.send(self._encoder.encode(EngineCoreOutputs([], self._core.idle_stats())))
 
     def _handle(self, frame: bytes) -> None:
         """Handles one message; invalid ones do not raise."""

@@ -39,12 +39,24 @@ def _accounts(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _merge_field(name: str, values: Sequence[Any]) -> Any:
     if name == "violations":
         return [f"engine core {rank}: {sentence}" for rank, value in enumerate(values) for sentence in value]
+    if values[0] is None:
+        # of something that the engine does not do
+        return None
+    if name == "drafts":
+        return {key: _summed([value[key] for value in values]) for key in values[0]}
     if isinstance(values[0], Mapping):
         return {key: entry for value in values for key, entry in value.items()}
     if isinstance(values[0], list):
         return list(dict.fromkeys(_joined(values)))
     total = sum(values)
     return total / len(values) if name.endswith("_usage") else total
+
+
+def _summed(values: Sequence[Any]) -> Any:
+    """The sum of numbers, or of lists place by place."""
+    if isinstance(values[0], list):
+        return [sum(column) for column in zip(*values, strict=True)]
+    return sum(values)
 
 
 @dataclasses.dataclass(frozen=True)

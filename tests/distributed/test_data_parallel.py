@@ -333,6 +333,9 @@ def test_results_of_all_cores_are_merged() -> None:
     }
     stats = [{"num_running": 2, "kv_cache_usage": 0.5}, {"num_running": 1, "kv_cache_usage": 0.0}]
     assert CONTROLS["stats"].merge(stats) == {"num_running": 3, "kv_cache_usage": 0.25}
+    drafts = [{"drafts": {"num_drafts": 2, "num_accepted_at": [1, rank]}} for rank in range(2)]
+    assert CONTROLS["stats"].merge(drafts) == {"drafts": {"num_drafts": 4, "num_accepted_at": [2, 1]}}
+    assert CONTROLS["stats"].merge([{"drafts": None}] * 2) == {"drafts": None}
     adapters = [{"running_adapters": ["a", "b"]}, {"running_adapters": ["b", "c"]}]
     assert CONTROLS["stats"].merge(adapters) == {"running_adapters": ["a", "b", "c"]}
     assert CONTROLS["list_loras"].merge([[2, 1], [2, 3]]) == [1, 2, 3]
