@@ -83,6 +83,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True):
         """Whether drafts are made of the target's hidden states of all tokens."""
         return self.method in HEAD_ARCHITECTURES
 
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether measurements decide when rows have drafts; only if no token depends on that."""
+        return self.disable_by_batch_size is None and self.acceptance is AcceptanceMethod.EXACT
+
     def up_to(self, max_model_len: int) -> SpeculativeConfig:
         """The same for sequences of at most so many tokens."""
         return msgspec.structs.replace(self, max_model_len=min(self.max_model_len, max_model_len))

@@ -3,16 +3,35 @@
 Drafts are proposed by a worker after each step (worker/speculation) and arrive with the step's output. A row with
 drafts computes them after its last token in its next step (`RowKind.tokens_wanted`); how far it has advanced is known
 only with the step's output, so that no step is made while another one with drafts is under way.
+
+Where measurements decide (core/draft_costs.py) rows have drafts only while these pay. Otherwise steps are made ahead
+as without drafts, and only some ask for drafts, which are compared with the tokens that follow. No token depends on
+any of this: verification accepts what would have been sampled anyway.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ascend_vllm.config.speculation import SpeculativeConfig
+from ascend_vllm.core.draft_costs import DecodingStep, DraftCosts, FloatArray
+from ascend_vllm.core.draft_record import DraftRecord
+from ascend_vllm.core.prompt_chunks import ChunkSizeController
 from ascend_vllm.core.request import Request
+from ascend_vllm.core.step_builder import StepInFlight
 from ascend_vllm.types.messages import DraftStats
-from ascend_vllm.types.step import NO_DRAFT, StepOutput
+from ascend_vllm.types.step import NO_DRAFT, SchedulerOutput, StepOutput
+
+# what is left of all rows' counts after another step of one of them
+_KEPT_OF_ALL = 0.98
+# how many drafts the mean of all rows counts for beside a row's own
+_WEIGHT_OF_ALL = 2.0
+# before anything is known: right and wrong drafts
+_FIRST_RIGHT, _FIRST_WRONG = 2.0, 3.0
+# a draft is never quite impossible
+_LEAST_CHANCE = 1e-3
 
 
 class Drafting:
@@ -22,25 +41,37 @@ class Drafting:
         config: None: nothing is drafted.
 
     Attributes:
-        max_drafts: most drafts that a step asks for per row; 0: none.
         num_lookahead_tokens: see `SpeculativeConfig`.
     """
 
     def __init__(self, config: SpeculativeConfig | None) -> None:
         self._config = config
-        self.max_drafts = 0 if config is None else config.num_speculative_tokens
+        self._max_drafts = 0 if config is None else config.num_speculative_tokens
         self.num_lookahead_tokens = 0 if config is None else config.num_lookahead_tokens
         self._stats: DraftStats | None = None
+        # None: nothing is drafted, or all rows have drafts whatever they cost
+        self._costs: DraftCosts | None = None
         if config is not None:
             self._stats = DraftStats(num_accepted_at=[0] * config.num_speculative_tokens)
+            if config.is_adaptive:
+                self._costs = DraftCosts(config.num_speculative_tokens)
+        # of all rows
+        self._record = DraftRecord(_FIRST_RIGHT, _FIRST_WRONG)
+        # in the step whose output is being taken
+        self._num_accepted = 0
 
     @property
     def stats(self) -> DraftStats | None:
         """Totals since the start; None: nothing is drafted."""
         return self._stats
 
+    @property
+    def is_drafting(self) -> bool:
+        """Whether rows are to have drafts: then no step is made before the outputs of the last one."""
+        return self._max_drafts > 0 if self._costs is None else self._costs.is_drafting
+
     def enrol(self, request: Request, num_running: int) -> None:
-        """Decides whether a new request has drafts.
+        """Decides whether a new request may have drafts.
 
         Args:
             request: with its kind.
@@ -51,27 +82,17 @@ class Drafting:
             return
         if config.disable_by_batch_size is None or num_running < config.disable_by_batch_size:
             request.drafts_up_to = config.max_model_len - config.num_speculative_tokens
+            request.draft_record = DraftRecord(share=self._record.share)
             self._set_drafts(request, [])
+            if self._costs is not None:
+                self._costs.note_request()
 
-    def take(self, rows: Sequence[Request], output: StepOutput) -> None:
-        """Takes the drafts that arrive with a step's output.
+    def ask(self, step: SchedulerOutput, made: StepInFlight) -> None:
+        """Asks for drafts with a new step's output, if any are wanted."""
+        made.num_asked = step.max_drafts = self._max_drafts if self._costs is None else self._costs.num_wanted
+        made.was_drafting = self.is_drafting
 
-        Args:
-            rows: [S] that sampled in the step, with the tokens that they got.
-            output: of the step.
-        """
-        if self._config is None:
-            return
-        if output.drafts is None:
-            for row in rows:
-                self._set_drafts(row, [])
-            return
-        counts = (output.drafts != NO_DRAFT).sum(axis=1).tolist()
-        # one iteration per row: each has a list of its own
-        for row, drafts, count in zip(rows, output.drafts.tolist(), counts, strict=True):
-            self._set_drafts(row, drafts[:count])
-
-    def count(self, num_drafts: int, num_accepted: int) -> None:
+    def count(self, row: Request, num_drafts: int, num_accepted: int) -> None:
         """Counts the drafts of a row in a step, the first `num_accepted` of which were right."""
         stats = self._stats
         if stats is None:
@@ -81,8 +102,108 @@ class Drafting:
         stats.num_accepted_tokens += num_accepted
         for position in range(num_accepted):
             stats.num_accepted_at[position] += 1
+        self._num_accepted += num_accepted
+        if row.draft_record is not None:
+            self._note(row.draft_record, num_accepted, is_wrong=num_accepted < num_drafts)
+
+    def take(
+        self, made: StepInFlight, rows: Sequence[Request], output: StepOutput, times: ChunkSizeController
+    ) -> None:
+        """Takes the drafts that arrive with a step's output.
+
+        Args:
+            made: the step.
+            rows: [S] that sampled in it, with the tokens that they got.
+            output: of the step.
+            times: knows what this step took.
+        """
+        if self._config is None:
+            return
+        drafts: Sequence[list[int]] = [[]] * len(rows)
+        if output.drafts is not None:
+            counts = (output.drafts != NO_DRAFT).sum(axis=1).tolist()
+            drafts = [one[:count] for one, count in zip(output.drafts.tolist(), counts, strict=True)]
+        if self._costs is not None:
+            self._note_step(self._costs, made, output, times)
+            if made.num_asked or self._costs.decides:
+                drafts = self._choose(self._costs, rows, drafts, was_asked=made.num_asked > 0)
+        # one iteration per row: each has a list of its own
+        for row, one in zip(rows, drafts, strict=True):
+            self._set_drafts(row, one)
+
+    def _note_step(
+        self, costs: DraftCosts, made: StepInFlight, output: StepOutput, times: ChunkSizeController
+    ) -> None:
+        """Adds what the step took, and how many of its drafts were right."""
+        num_accepted, self._num_accepted = self._num_accepted, 0
+        costs.advance(made.num_asked)
+        if made.rows and not (made.num_chunk_tokens or made.num_prompt_tokens):
+            step = DecodingStep(
+                num_rows=len(made.rows),
+                num_drafts=made.num_drafts,
+                num_accepted=num_accepted,
+                num_asked=made.num_asked,
+                was_drafting=made.was_drafting or made.num_drafts > 0,
+                seconds=times.since_last_s,
+                draft_s=output.draft_s,
+            )
+            costs.note(step, times.token_s)
+
+    def _choose(
+        self, costs: DraftCosts, rows: Sequence[Request], drafts: Sequence[list[int]], *, was_asked: bool
+    ) -> list[list[int]]:
+        """Decides whether drafts pay, and chooses from those of each row the first that do.
+
+        Those of rows that get none of theirs are watched.
+        """
+        found = [
+            (index, row, row.draft_record)
+            for index, row in enumerate(rows)
+            if row.draft_record is not None and not row.is_finished
+        ]
+        if was_asked:
+            for index, row, record in found:
+                self._look_at_watched(row, record)
+                record.note_share(has_drafts=bool(drafts[index]))
+                self._record.note_share(has_drafts=bool(drafts[index]), kept=_KEPT_OF_ALL)
+        chances, shares = self._estimates([record for _, _, record in found])
+        if costs.decides:
+            costs.decide(chances, shares)
+        # if the next step has been made already, it computes the token that the first draft is of
+        usable = [0 if row.num_pending_tokens else len(drafts[index]) for index, row, _ in found]
+        chosen = [0] * len(found)
+        if costs.is_drafting and any(usable):
+            chosen = costs.choose(chances, np.array(usable, np.int64)).tolist()
+        kept: list[list[int]] = [[]] * len(rows)
+        for (index, row, record), count in zip(found, chosen, strict=True):
+            kept[index] = drafts[index][:count]
+            if count == 0:
+                record.watched, record.watched_at = drafts[index], row.num_tokens
+        return kept
+
+    def _look_at_watched(self, row: Request, record: DraftRecord) -> None:
+        """Compares the drafts that were not verified with the tokens that followed, as far as they are known."""
+        watched, record.watched = record.watched, []
+        # one token per watched draft: there are a few in a step that asks for drafts, and none in others
+        known = row.token_ids[record.watched_at : record.watched_at + len(watched)]
+        num_right = 0
+        while num_right < len(known) and known[num_right] == watched[num_right]:
+            num_right += 1
+        if known:
+            self._note(record, num_right, is_wrong=num_right < len(known))
+
+    def _note(self, record: DraftRecord, num_right: int, *, is_wrong: bool) -> None:
+        record.note(num_right, is_wrong=is_wrong)
+        self._record.note(num_right, is_wrong=is_wrong, kept=_KEPT_OF_ALL)
+
+    def _estimates(self, records: Sequence[DraftRecord]) -> tuple[FloatArray, FloatArray]:
+        """[R] how likely a row's draft is right if those before it are, and the share of its steps with drafts."""
+        right, wrong, shares = np.array([(one.right, one.wrong, one.share) for one in records]).reshape(-1, 3).T
+        of_all = self._record.right / (self._record.right + self._record.wrong)
+        chances = (right + _WEIGHT_OF_ALL * of_all) / (right + wrong + _WEIGHT_OF_ALL)
+        return np.maximum(chances, _LEAST_CHANCE), shares
 
     def _set_drafts(self, row: Request, drafts: list[int]) -> None:
-        has_drafts = self.max_drafts > 0 and row.num_tokens <= row.drafts_up_to
+        has_drafts = self.is_drafting and row.num_tokens <= row.drafts_up_to
         row.drafts = drafts if has_drafts else []
         row.may_run_ahead = row.kind.may_run_ahead and not has_drafts

@@ -119,6 +119,7 @@ class ChunkSizeController:
     Attributes:
         last_prompt_latency_s: from handing out the last step with prompts to its outputs.
         last_step_s: seconds that the last step took.
+        since_last_s: seconds from the outputs of the step before it to its own.
 
     Example::
 
@@ -136,7 +137,7 @@ class ChunkSizeController:
         self._trend = _Trend()
         self._last_end = 0.0
         self.last_prompt_latency_s = 0.0
-        self.last_step_s = 0.0
+        self.last_step_s = self.since_last_s = 0.0
         # when the first step of whole prompts was made that decoding rows have waited for; None: they do not wait
         self._waiting_since: float | None = None
 
@@ -144,6 +145,11 @@ class ChunkSizeController:
     def steps_are_long(self) -> bool:
         """Whether the time to schedule a step, and what operators cost beside their work, hardly matter."""
         return self.last_step_s >= _LONG_STEP_S
+
+    @property
+    def token_s(self) -> float:
+        """Seconds of the last steps with prompts, per token of these; 0: there was none."""
+        return self._token_s
 
     def prompts_come_first(self, now: float) -> bool:
         """Whether whole prompts come before decoding rows; `now` is in seconds of time.monotonic()."""
@@ -165,7 +171,8 @@ class ChunkSizeController:
             num_prompt_tokens: tokens of its prompts or chunks.
             num_pairs: the sum, over these, of the tokens that each attends to.
         """
-        begin, self._last_end = max(made_at, self._last_end), end
+        begin = max(made_at, self._last_end)
+        self.since_last_s, self._last_end = end - self._last_end, end
         self.last_step_s = end - begin
         if num_prompt_tokens:
             self.last_prompt_latency_s = end - made_at

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ascend_vllm.core.draft_record import DraftRecord
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import (
     BeamSequence,
@@ -113,6 +114,7 @@ class Request:
         drafts: of its next tokens, for its next step.
         num_drafts: drafts in the step under way.
         drafts_up_to: most tokens of prompt and output with which it has drafts; 0: it never has.
+        draft_record: how its drafts have fared; None: it never has any.
         max_num_tokens: tokens of prompt and output at which it ends with LENGTH.
         seed: key of its random numbers, 0 … 2**63-1. A draw depends only on this and the token's position, so that a
             preempted request continues with the same random numbers.
@@ -134,6 +136,7 @@ class Request:
         "block_ids",
         "content_keys",
         "cpu_block_ids",
+        "draft_record",
         "drafts",
         "drafts_up_to",
         "end_ids",
@@ -190,6 +193,7 @@ class Request:
         self.drafts: list[int] = []
         self.num_drafts = 0
         self.drafts_up_to = 0
+        self.draft_record: DraftRecord | None = None
         self.block_ids: list[int] = []
         self.cpu_block_ids: list[int] = []
         self.block_hashes: list[bytes] = []

@@ -277,7 +277,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if no row can compute. Its tokens count as computed from now on."""
-        if self._in_flight and self._drafting.max_drafts:
+        if self._in_flight and self._drafting.is_drafting:
             # the rows' next tokens are not known, and apart from them new ones would stay in steps of their own
             return None
         now = time.monotonic()
@@ -310,7 +310,7 @@ class Scheduler:
             return None
         self._step_id += 1
         step = builder.finish()
-        step.max_drafts = self._drafting.max_drafts
+        self._drafting.ask(step, builder.in_flight)
         self.rows.add_updates(step)
         self._in_flight.append(builder.in_flight)
         return step
@@ -542,7 +542,7 @@ class Scheduler:
             elif self.rows.num_stages > 1:
                 self.rows.send_sampled(request, token_ids)
             outputs.append(result)
-        self._drafting.take(sampling_rows, output)
+        self._drafting.take(made, sampling_rows, output, self._chunk_size)
         if any_finished:
             self.rows.drop_finished()
         for root in roots.values():
@@ -555,7 +555,7 @@ class Scheduler:
         """Counts the drafts of a row's last step, all that come before its last new token as right ones."""
         result.num_drafts, request.num_drafts = request.num_drafts, 0
         result.num_accepted_drafts = max(0, len(result.new_token_ids) - 1)
-        self._drafting.count(result.num_drafts, result.num_accepted_drafts)
+        self._drafting.count(request, result.num_drafts, result.num_accepted_drafts)
 
     def _end_with_results(
         self, made: StepInFlight, results: Sequence[RowResult], outputs: list[EngineCoreOutput]

@@ -31,6 +31,9 @@ class StepInFlight:
         num_chunk_tokens: tokens of rows that compute more than one.
         num_chunk_pairs: the sum, over these, of the tokens that each attends to.
         num_prompt_tokens: prompt tokens that no step had computed before.
+        num_drafts: drafts among its tokens.
+        num_asked: most drafts of each row that are to come with its outputs.
+        was_drafting: rows were to have drafts, see `Drafting.is_drafting`.
     """
 
     slots: list[int]
@@ -39,6 +42,9 @@ class StepInFlight:
     num_chunk_tokens: int = 0
     num_chunk_pairs: int = 0
     num_prompt_tokens: int = 0
+    num_drafts: int = 0
+    num_asked: int = 0
+    was_drafting: bool = False
 
     def sampling_rows(self, slots: list[int]) -> list[Request]:
         """The requests that were in these of its slots."""
@@ -168,6 +174,7 @@ class StepBuilder:
     def add_drafts(self, row: Request, token_ids: list[int]) -> None:
         """Schedules drafts of the row that was added last."""
         row.num_drafts = len(token_ids)
+        self.in_flight.num_drafts += len(token_ids)
         self.step.drafts.append((row.slot, token_ids))
         self.step.num_scheduled_tokens[-1] += len(token_ids)
         row.num_computed_tokens += len(token_ids)

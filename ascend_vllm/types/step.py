@@ -183,3 +183,5 @@ class StepOutput(msgspec.Struct, array_like=True, gc=False):
     results: list[RowResult] = []
     # [S, k] int32: drafts of the tokens that each row may sample next, filled up with NO_DRAFT; None: there are none
     drafts: np.ndarray | None = None
+    # seconds that proposing them took
+    draft_s: float = 0.0

@@ -5,6 +5,7 @@ Letters: T tokens, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -207,13 +208,16 @@ class ModelRunner:
         else:
             table = self._batch.accept(sampling_slots, num_places, token_ids)
             logprobs = None if logprobs is None else by_place(logprobs, num_places)
+        begin = time.perf_counter()
+        drafts = self._propose(computed)
         return StepOutput(
             step_id=step.step_id,
             slots=sampling_slots.astype(np.int32),
             sampled_token_ids=table,
             logprobs=logprobs,
             prompt_logprobs=[prompt.fetch() for prompt in prompts],
-            drafts=self._propose(computed),
+            drafts=drafts,
+            draft_s=time.perf_counter() - begin,
         )
 
     def _propose(self, computed: ComputedStep) -> Int32Array | None:

@@ -25,12 +25,14 @@ from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.config.engine import DeviceConfig, EngineConfig, ObservabilityConfig, ParallelConfig
 from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
+from ascend_vllm.config.speculation import SpeculativeConfig, SpeculativeMethod
 from ascend_vllm.core.engine_core import EngineCore
 from ascend_vllm.core.structured.manager import StructuredOutputManager
 from ascend_vllm.executor.base import Executor
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.messages import BeamSequence, EngineCoreRequest, FinishReason
 from ascend_vllm.types.step import (
+    NO_DRAFT,
     NO_TOKEN,
     PADDING_TOKEN,
     REJECTED_TOKEN,
@@ -220,6 +222,7 @@ class MemoryExecutor(Executor):
         assert step.num_steps in (1, scheduler.num_scheduler_steps)
         self._apply(step)
         self.allowed = _allowed_tokens(step)
+        assert not step.max_drafts or self.config.speculation is not None
         self.wasted = {slot for slot in step.slots if self.slots[slot].is_wasted}
         sampled = []
         scored = []
@@ -248,8 +251,7 @@ class MemoryExecutor(Executor):
         if drafts:
             assert step.num_steps == 1
             output = self._output_of_drafts(step.step_id, sampled, drafts)
-            output.prompt_logprobs = scored
-            return output
+            return self._finish(output, step, scored)
         columns = [self._sample(sampled, [True] * len(sampled))]
         for _ in range(step.num_steps - 1):
             assert sampled == step.slots
@@ -259,9 +261,26 @@ class MemoryExecutor(Executor):
                 if is_active:
                     assert self._compute(self.slots[slot], 1)
             columns.append(self._sample(sampled, active))
-        output = self._output(step.step_id, sampled, columns)
+        return self._finish(self._output(step.step_id, sampled, columns), step, scored)
+
+    def _finish(self, output: StepOutput, step: SchedulerOutput, scored: list[PromptLogprobs]) -> StepOutput:
         output.prompt_logprobs = scored
+        if step.max_drafts and len(output.slots):
+            output.drafts = self._propose(output.slots.tolist(), step.max_drafts)
         return output
+
+    def _propose(self, slot_ids: list[int], most: int) -> np.ndarray:
+        """Drafts, some of them wrong, of rows some of which have fewer or none; none of constrained rows."""
+        drafts = np.full((len(slot_ids), most), NO_DRAFT, np.int32)
+        for line, slot_id in zip(drafts, slot_ids, strict=True):
+            row = self.slots[slot_id]
+            token_ids = list(row.token_ids)
+            count = 0 if row.params.structured_outputs is not None else len(token_ids) % (most + 1)
+            for place in range(count):
+                right = next_token(row.seed, token_ids)
+                line[place] = right if len(token_ids) % 5 else (right + 1) % VOCAB_SIZE
+                token_ids.append(int(line[place]))
+        return drafts
 
     def _apply(self, step: SchedulerOutput) -> None:
         for slot in step.freed_slots:
@@ -328,13 +347,16 @@ class MemoryExecutor(Executor):
             if is_active:
                 if slot_id not in self.wasted:
                     self._check_cache(slot)
-                if slot_id in self.allowed:
-                    token = next_allowed_token(slot.seed, slot.token_ids, self.allowed[slot_id])
-                else:
-                    token = next_token(slot.seed, slot.token_ids)
+                token = self._next_token(slot_id)
                 slot.token_ids.append(max(token, 0))
             tokens.append(token if is_active else 0)
         return tokens
+
+    def _next_token(self, slot_id: int) -> int:
+        slot = self.slots[slot_id]
+        if slot_id in self.allowed:
+            return next_allowed_token(slot.seed, slot.token_ids, self.allowed[slot_id])
+        return next_token(slot.seed, slot.token_ids)
 
     def _check_cache(self, slot: Slot) -> None:
         """Checks that a row's blocks have all tokens that its last one attends to."""
@@ -349,19 +371,23 @@ class MemoryExecutor(Executor):
         table = np.full((len(slot_ids), num_columns), PADDING_TOKEN, np.int64)
         for line, slot_id in zip(table, slot_ids, strict=True):
             row, guesses = self.slots[slot_id], drafts.get(slot_id, [])
-            self._check_cache(row)
+            if slot_id not in self.wasted:
+                self._check_cache(row)
             assert 0 <= min(guesses, default=0) <= max(guesses, default=0) < VOCAB_SIZE
             del row.token_ids[len(row.token_ids) - len(guesses) :]
             line[: len(guesses) + 1] = REJECTED_TOKEN
             for place in range(len(guesses) + 1):
-                line[place] = next_token(row.seed, row.token_ids)
-                row.token_ids.append(int(line[place]))
+                line[place] = self._next_token(slot_id)
+                row.token_ids.append(max(int(line[place]), 0))
                 if guesses[place : place + 1] != [line[place]]:
                     break
             row.num_computed_tokens = len(row.token_ids) - 1
         asked = [self.slots[slot].params.logprobs for slot in slot_ids]
         width = max((num for num in asked if num is not None), default=-1)
-        logprobs = _logprobs(table, min(width, VOCAB_SIZE)) if width >= 0 else None
+        logprobs = None
+        if width >= 0:
+            logprobs = _logprobs(table, min(width, VOCAB_SIZE))
+            self._add_candidates(logprobs, slot_ids)
         return StepOutput(step_id, np.array(slot_ids, np.int32), table, logprobs)
 
     def _output(self, step_id: int, slot_ids: list[int], columns: list[list[int]]) -> StepOutput:
@@ -417,9 +443,11 @@ def make_config(
     sliding_window: int | None = None,
     num_stages: int = 1,
     enable_sleep_mode: bool = False,
+    num_drafts: int = 0,
     **scheduler: Any,
 ) -> EngineConfig:
     """A configuration of the hash model; further settings are SchedulerConfig's."""
+    speculation = SpeculativeConfig(SpeculativeMethod.NGRAM, num_drafts, max_model_len=max_model_len)
     return EngineConfig(
         model=ModelConfig(
             "hash",
@@ -439,6 +467,7 @@ def make_config(
         parallel=ParallelConfig(pipeline_parallel_size=num_stages),
         device=DeviceConfig(),
         observability=ObservabilityConfig(),
+        speculation=speculation if num_drafts else None,
     )
 
 

@@ -47,6 +47,7 @@ from tests.core.memory_executor import (
     run,
     step,
 )
+from tests.moody_drafts import Moody
 
 # far more than any drawn traffic takes, so that an endless loop fails
 MAX_STEPS = 5_000
@@ -67,6 +68,9 @@ EVENTS = (
     "aborts",
     "tokens_for_stages",
     "masks",
+    "drafts",
+    "watched_drafts",
+    "right_drafts",
 )
 # examples are drawn in rounds until these are reached, which takes about three rounds, or five
 EXAMPLES_OF_A_ROUND = 40
@@ -155,6 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "delay_factor": st.sampled_from([0.0, 0.0, 0.5]),
                 "max_num_partial_prefills": st.integers(1, 3),
                 "long_prefill_token_threshold": st.sampled_from([0, 0, 3, 10]),
+                "num_drafts": st.sampled_from([0, 0, 1, 3]),
             }
         ),
     )
@@ -173,6 +178,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget = max_num_seqs + extra_budget
         if not flags["chunked"]:
             flags |= {"max_num_partial_prefills": 1, "long_prefill_token_threshold": 0}
+        if flags["num_drafts"]:
+            # start-up refuses them together
+            flags |= {"num_stages": 1, "num_scheduler_steps": 1}
         self.core, self.executor = make_core(
             num_blocks=num_blocks,
             num_cpu_blocks=num_cpu_blocks,
@@ -187,6 +195,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             **flags,
         )
         self.core._scheduler._chunk_size.__class__ = LongSteps
+        if flags["num_drafts"]:
+            self.core._scheduler._drafting._costs = Moody(flags["num_drafts"], seed)
         self.chunked = flags["chunked"]
         self.mixed = self.chunked or flags["mixed_steps"]
         # limits of a sequence: the model's, without chunks the step's, and the cache's
@@ -313,9 +323,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.executor.steps and not self.mixed:
             made = self.executor.steps[-1]
             new_slots = {row.slot for row in made.new_rows}
-            counts = dict(zip(made.slots, made.num_scheduled_tokens, strict=True))
-            if max(counts.values(), default=0) > 1:
-                assert counts.keys() <= new_slots, "prompts and decodes in one step"
+            if max(_num_known(made), default=0) > 1:
+                assert set(made.slots) <= new_slots, "prompts and decodes in one step"
 
     def check_worker(self) -> None:
         unsent = {slot for slot, _ in self.core._scheduler.rows.forks.items()}
@@ -359,12 +368,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_hits=stats.num_prefix_hits,
             forks=sum(len(made.forks) for made in steps),
             several_steps_at_once=sum(made.num_steps > 1 for made in steps),
-            chunks=sum(self.chunked and max(made.num_scheduled_tokens, default=0) > 1 for made in steps),
+            chunks=sum(self.chunked and max(_num_known(made), default=0) > 1 for made in steps),
             prompts_beside_decodes=sum(not self.chunked and self.mixes(made) for made in steps),
             beam_searches=sum(result.beams is not None for result in self.collected.values()),
             aborts=len(self.aborted),
             tokens_for_stages=sum(len(made.sampled) for made in steps),
             masks=sum(len(made.constrained_slots) for made in steps),
+            drafts=sum(len(made.drafts) for made in steps),
+            watched_drafts=sum(made.max_drafts > 0 and not made.drafts for made in steps),
+            right_drafts=0 if stats.drafts is None else stats.drafts.num_accepted_tokens,
         )
 
     @staticmethod
@@ -412,6 +424,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 width = sent.message.beam_search.width  # type: ignore[union-attr]
                 most = len(sent.message.prompt_token_ids) + width * (sent.message.sampling_params.max_tokens or 0)
                 assert most > self.capacity - (width + 1) * self.core.config.cache.block_size
+
+
+def _num_known(made: SchedulerOutput) -> list[int]:
+    """Tokens of each row but for drafts."""
+    drafts = dict(made.drafts)
+    pairs = zip(made.slots, made.num_scheduled_tokens, strict=True)
+    return [count - len(drafts.get(slot, [])) for slot, count in pairs]
 
 
 def _alone(sent: Sent, limit: int) -> tuple[list[int], FinishReason, int | None]:

@@ -116,7 +116,13 @@ def serve(names: Mapping[str, LoRARequest | None] | None = None, target: str | N
         "swap_space": 0.01,
         "preemption_mode": "recompute",
     }
-    engine = LLMEngine.from_engine_args(EngineArgs(model=target or tiny_model(TARGET), **settings | options))
+    settings |= options
+    # a larger batch than any: all rows have drafts, whatever they cost
+    if "speculative_config" in settings:
+        settings["speculative_config"] = settings["speculative_config"] | {"disable_by_batch_size": 100}
+    elif "speculative_model" in settings:
+        settings["speculative_disable_by_batch_size"] = 100
+    engine = LLMEngine.from_engine_args(EngineArgs(model=target or tiny_model(TARGET), **settings))
     try:
         arriving = list((names or dict.fromkeys(REQUESTS)).items())
         found: dict[str, RequestOutput] = {}

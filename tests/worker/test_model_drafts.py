@@ -15,6 +15,7 @@ from ascend_vllm import SamplingParams
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.config.speculation import SpeculativeConfig, SpeculativeMethod
+from ascend_vllm.core.draft_costs import DecodingStep
 from ascend_vllm.types.step import NO_DRAFT, NewRow, SchedulerOutput
 from ascend_vllm.worker.worker import Worker
 from tests.eagle_heads import (
@@ -26,6 +27,7 @@ from tests.eagle_heads import (
     save_head,
 )
 from tests.models.paged_driver import make_model_config
+from tests.moody_drafts import Moody
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 from tests.worker.drafting import Answer, Asked, generate, make_prompts
 from tests.worker.test_drafts import make_config, make_requests
@@ -49,7 +51,10 @@ def _eagle3_config(directory: pathlib.Path) -> ModelConfig:
 def _with_drafts(config: EngineConfig, method: str, draft: ModelConfig) -> EngineConfig:
     length = config.model.max_model_len
     draft = msgspec.structs.replace(draft, max_model_len=length)
-    speculation = SpeculativeConfig(SpeculativeMethod(method), NUM_DRAFTS, draft, max_model_len=length)
+    # a larger batch than any: all rows have drafts, whatever they cost
+    speculation = SpeculativeConfig(
+        SpeculativeMethod(method), NUM_DRAFTS, draft, max_model_len=length, disable_by_batch_size=100
+    )
     return msgspec.structs.replace(config, speculation=speculation)
 
 
@@ -111,6 +116,61 @@ def test_cached_prefixes_have_kv_of_both_models(drafts: dict[str, tuple[str, Mod
     found = generate(_with_drafts(config, *drafts["itself"]), requests)
     assert found["first"].token_ids == found["second"].token_ids
     assert found["second"].num_outputs <= 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enable_prefix_caching": True, "max_num_batched_tokens": 48, "enable_chunked_prefill": True},
+        {"enable_prefix_caching": True, "num_gpu_blocks_override": 12, "preemption_mode": "recompute"},
+        {"num_gpu_blocks_override": 12, "preemption_mode": "swap", "swap_space": 0.01},
+    ],
+    ids=["cached", "preempted", "swapped"],
+)
+def test_a_draft_model_catches_up(
+    drafts: dict[str, tuple[str, ModelConfig]], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target's own copy is right about all that it drafts, also where it has computed nothing for long."""
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    prompts = make_prompts(10)
+    # half of them begin as others end
+    requests = {str(number): Asked(prompts[number], params) for number in range(4, 10)}
+    plain = generate(make_config(max_num_seqs=3, **options), requests)
+    again = {f"again {name}": Asked([*one.prompt, *plain[name].token_ids], params) for name, one in requests.items()}
+    plain |= generate(make_config(max_num_seqs=3, **options), again)
+    config = _with_drafts(make_config(max_num_seqs=3, **options), *drafts["itself"])
+    assert config.speculation is not None
+    config = msgspec.structs.replace(
+        config, speculation=msgspec.structs.replace(config.speculation, disable_by_batch_size=None)
+    )
+    counts: list[tuple[int, int]] = []
+
+    class Counting(Moody):
+        """There are no drafts in the first steps, and in some later ones."""
+
+        num_steps = num_plain_steps = 0
+
+        def advance(self, num_asked: int) -> None:
+            super().advance(num_asked)
+            self.num_steps += 1
+            if self.num_steps < self.num_plain_steps:
+                self.num_wanted, self.decides = 0, False
+
+        def note(self, step: DecodingStep, token_s: float) -> None:
+            super().note(step, token_s)
+            counts.append((step.num_drafts, step.num_accepted))
+
+    # a request that ends has no use for its last drafts
+    most_wrong = 2 * len(plain)
+    monkeypatch.setattr("ascend_vllm.core.drafting.DraftCosts", Counting)
+    for num_plain_steps in (0, 60):
+        Counting.num_plain_steps = num_plain_steps
+        found = generate(config, requests | again)
+        assert _token_ids(found) == _token_ids(plain)
+        num_drafts, num_accepted = np.sum(counts, axis=0)
+        assert num_drafts > 60
+        assert num_accepted >= num_drafts - most_wrong
+        counts.clear()
 
 
 # ---- what is drafted ----------------------------------------------------------------------------------------

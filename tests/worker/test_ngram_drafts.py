@@ -9,6 +9,7 @@ from drafting import Answer, Asked, generate
 from test_drafts import check_logprobs, make_config, make_requests
 
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
+from tests.moody_drafts import Moody
 
 NGRAM: dict[str, Any] = {
     "speculative_config": {
@@ -16,6 +17,8 @@ NGRAM: dict[str, Any] = {
         "num_speculative_tokens": 3,
         "prompt_lookup_min": 1,
         "prompt_lookup_max": 4,
+        # a larger batch than any: all rows have drafts, whatever they cost
+        "disable_by_batch_size": 100,
     }
 }
 PADDED: dict[str, Any] = {
@@ -23,6 +26,7 @@ PADDED: dict[str, Any] = {
     "num_speculative_tokens": 3,
     "ngram_prompt_lookup_max": 2,
     "use_v2_block_manager": True,
+    "speculative_disable_by_batch_size": 100,
 }
 
 
@@ -53,3 +57,23 @@ def test_answers_are_those_without_drafts(flags: dict[str, Any]) -> None:
     repeating = repeating_requests()
     counts = [sum(answers[name].num_outputs for name in repeating) for answers in (plain, drafted)]
     assert counts[1] < 0.7 * counts[0]
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_no_answer_depends_on_when_there_are_drafts(monkeypatch: pytest.MonkeyPatch, overlaps: bool) -> None:
+    flags = {"speculative_config": NGRAM["speculative_config"] | {"disable_by_batch_size": None}}
+    requests = make_requests() | repeating_requests()
+    plain = generate(make_config(async_scheduling=overlaps), requests)
+    # measurements decide, whatever they are
+    check_same(generate(make_config(async_scheduling=overlaps, **flags), requests), plain)
+    monkeypatch.setattr("ascend_vllm.core.drafting.DraftCosts", Moody)
+    monkeypatch.setattr(Moody, "num_given", 0)
+    monkeypatch.setattr(Moody, "num_watching", 0)
+    for settings in (
+        {},
+        {"enable_chunked_prefill": True, "max_num_batched_tokens": 32},
+        {"num_gpu_blocks_override": 20},
+    ):
+        check_same(generate(make_config(async_scheduling=overlaps, **settings, **flags), requests), plain)
+    assert Moody.num_given > 30
+    assert Moody.num_watching > 5

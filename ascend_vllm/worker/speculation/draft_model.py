@@ -1,7 +1,8 @@
 """Drafts of a smaller model with the target's vocabulary.
 
 It has KV of its own in the target's blocks. What it has computed of a row is kept by slot: it lags behind the target
-by the last draft of a row, which does not enter it, and by the steps in which no drafts were wanted.
+by the last draft of a row, which does not enter it, and by the steps in which no drafts were wanted. So cached blocks
+may have KV of the target only, see `ComputedBlocks`.
 
 Letters: M slots, R rows of a step, T tokens of a pass, H hidden size, V vocabulary of the target.
 """
@@ -9,6 +10,7 @@ Letters: M slots, R rows of a step, T tokens of a pass, H hidden size, V vocabul
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -22,7 +24,7 @@ from ascend_vllm.layers.quantization.unquantized import UnquantizedScheme
 from ascend_vllm.layers.step_state import StepState
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.models.loader import load_model
-from ascend_vllm.types.step import SchedulerOutput
+from ascend_vllm.types.step import MoveKind, SchedulerOutput
 from ascend_vllm.worker.input_batch import InputBatch
 from ascend_vllm.worker.sampling.columns import Int64Array, ragged_arange
 from ascend_vllm.worker.sampling.sampler import Sampler
@@ -74,6 +76,40 @@ def load_draft(config: EngineConfig, context: BuildContext, max_model_len: int) 
     return load_model(draft, load, context)
 
 
+class ComputedBlocks:
+    """Which full blocks have KV of the draft model: it may not have computed what the target has cached."""
+
+    def __init__(self) -> None:
+        self._on_device: set[int] = set()
+        self._in_cpu_memory: set[int] = set()
+
+    def add(self, block_ids: Sequence[int]) -> None:
+        """Adds blocks that the draft model has filled."""
+        self._on_device.update(block_ids)
+
+    def discard(self, block_ids: Sequence[int]) -> None:
+        """Removes blocks that get other tokens."""
+        self._on_device.difference_update(block_ids)
+
+    def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Follows the contents of blocks, see `SchedulerOutput.block_moves`."""
+        pools = {
+            MoveKind.COPY: (self._on_device, self._on_device),
+            MoveKind.SWAP_OUT: (self._on_device, self._in_cpu_memory),
+            MoveKind.SWAP_IN: (self._in_cpu_memory, self._on_device),
+        }
+        for kind, source, target in moves:
+            sources, targets = pools[MoveKind(kind)]
+            if source in sources:
+                targets.add(target)
+            else:
+                targets.discard(target)
+
+    def count_first(self, block_ids: Sequence[int]) -> int:
+        """How many of the first of these blocks there are."""
+        return next((index for index, one in enumerate(block_ids) if one not in self._on_device), len(block_ids))
+
+
 class DraftModelProposer(ChainProposer):
     """Proposes what a draft model would generate.
 
@@ -85,24 +121,42 @@ class DraftModelProposer(ChainProposer):
         sampler: see there.
         vocab_size: of the target.
         own_vocab_size: of the draft model.
+        most_tokens: of a pass; what a row lacks beyond it is computed after later steps.
     """
 
     def __init__(
-        self, drafter: Drafter, batch: InputBatch, sampler: Sampler, vocab_size: int, own_vocab_size: int
+        self,
+        drafter: Drafter,
+        batch: InputBatch,
+        sampler: Sampler,
+        vocab_size: int,
+        own_vocab_size: int,
+        most_tokens: int,
     ) -> None:
         super().__init__(drafter, batch, sampler)
         self._vocab_size = vocab_size
         self._own_vocab_size = own_vocab_size
-        # [M] int64, host: tokens whose KV the draft model has computed
+        self._most_tokens = most_tokens
+        # [M] int64, host: tokens whose KV the draft model has computed, and full blocks that `_blocks` has of them
         self._num_computed = np.zeros(len(batch.num_tokens), np.int64)
+        self._num_blocks = np.zeros_like(self._num_computed)
+        self._blocks = ComputedBlocks()
 
     def apply(self, step: SchedulerOutput) -> None:
-        """New rows have what is cached of them; cached blocks have KV of both models."""
+        """New rows have what is cached of them, as far as the draft model has computed it."""
+        block_size = self._batch.block_size
+        self._blocks.move(step.block_moves)
         for row in step.new_rows:
-            self._num_computed[row.slot] = row.num_computed_tokens
+            num_cached = row.num_computed_tokens // block_size
+            num_blocks = self._blocks.count_first(row.block_ids[:num_cached])
+            self._blocks.discard(row.block_ids[num_cached:])
+            self._num_blocks[row.slot], self._num_computed[row.slot] = num_blocks, num_blocks * block_size
         if step.forks:
             targets, sources, _ = np.array(step.forks, np.int64).T
             self._num_computed[targets] = self._num_computed[sources]
+            self._num_blocks[targets] = self._num_blocks[sources]
+        for _, block_ids in step.new_blocks:
+            self._blocks.discard(block_ids)
 
     def _catch_up(self, step: ComputedStep) -> tuple[Int64Array, torch.Tensor] | None:
         batch, slots = self._batch, step.slots
@@ -119,12 +173,32 @@ class DraftModelProposer(ChainProposer):
         missing = np.flatnonzero(ends > starts)
         if len(missing) == 0:
             return None
-        slots, starts, counts = slots[missing], starts[missing], (ends - starts)[missing]
-        self._num_computed[slots] = starts + counts
+        slots, starts, ends = slots[missing], starts[missing], ends[missing]
+        counts = ends - starts
+        # a row that has not drafted for long lacks as much as a prompt, or more
+        counts = np.minimum(counts, self._most_tokens - (np.cumsum(counts) - counts))
+        if counts[-1] <= 0:
+            kept = counts > 0
+            slots, starts, ends, counts = slots[kept], starts[kept], ends[kept], counts[kept]
+        self._note_computed(slots, starts + counts)
         tokens = batch.token_ids[np.repeat(slots, counts), ragged_arange(starts, counts)].astype(np.int64)
         if self._own_vocab_size < self._vocab_size:
             tokens = tokens.clip(max=self._own_vocab_size - 1)
-        return slots, self._forward(self._forward_batch(slots, starts, counts, tokens), None)
+        hidden = self._forward(self._forward_batch(slots, starts, counts, tokens), None)
+        if starts[-1] + counts[-1] == ends[-1]:
+            return slots, hidden
+        # all but the last row lack nothing now
+        return slots[:-1], hidden[:-1]
+
+    def _note_computed(self, slots: Int64Array, ends: Int64Array) -> None:
+        """Notes that the draft model has computed rows up to some tokens of them."""
+        self._num_computed[slots] = ends
+        num_blocks = ends // self._batch.block_size
+        for index in np.flatnonzero(num_blocks > self._num_blocks[slots]):
+            # one iteration per row that has filled a block
+            slot, count = slots[index], num_blocks[index]
+            self._blocks.add(self._batch.block_table[slot, self._num_blocks[slot] : count].tolist())
+            self._num_blocks[slot] = count
 
     def _pass(self, slots: Int64Array, places: Int64Array, hidden: torch.Tensor) -> torch.Tensor:
         self._num_computed[slots] = places + 1
@@ -145,7 +219,7 @@ def make_draft_model(config: EngineConfig, _target: CausalLM, context: BuildCont
     assert config.speculation.draft is not None
     own, draft = draft_context(context, config.cache.scale_dtype), config.speculation.draft
     length = min(draft.max_model_len, config.model.max_model_len)
-    sizes = config.model.vocab_size, draft.vocab_size
+    sizes = config.model.vocab_size, draft.vocab_size, config.scheduler.max_num_batched_tokens
     return DraftingModel(
         config,
         load_draft(config, own, length),

@@ -1,0 +1,342 @@
+"""When drafts pay, and how many: by how often they are right, and by what steps of so many tokens cost.
+
+A step of R rows without drafts gives R tokens. With drafts it gives, for each row, as many more as are right; it
+costs what R tokens and all drafts cost, and what it takes to propose the next ones. All of it is measured: seconds of
+steps by their number of tokens, apart for plain steps, which are made ahead while another one is computed, and for
+steps with drafts, which cannot be. Rows are given those drafts with which a step is expected to yield most tokens a
+second, the likeliest first, and none where plain steps yield more.
+
+Estimates may be wrong, and what was never done is not known. So all that drafts cost in vain is booked: every step
+earns a small share of its time; a step with drafts pays the time that it took longer than plain steps would have
+taken for its tokens, and earns the time that it was faster. Sizes of steps that have not been measured are tried
+where that may pay and what has been earned covers their cost at the worst. While more was paid than there is, steps
+are plain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+# share of all time that drafts may cost in vain
+_LOST_SHARE = 0.02
+# in plain steps: most that may be lost at once, and what must have been earned after more was lost
+_MOST_LOST, _LEAST_EARNED = 3.0, 1.0
+# by how much drafts must be expected to pay where they do not yet
+_ENTRY_GAIN = 1.05
+# plain steps in a row that measure them; the first one is not made ahead
+_PLAIN_STEPS = 3
+# steps with drafts after which plain ones are measured again, and after which it is decided again
+_DRAFTING_STEPS, _DECISION_STEPS = 256, 8
+# most plain steps after which it is looked again whether drafts would be right
+_MOST_WATCH_STEPS = 64
+# weight of a new measurement that is above, or below, the ones before; most of it that counts
+_UP_WEIGHT, _DOWN_WEIGHT, _MOST_GROWTH = 0.15, 0.3, 2.0
+# numbers of tokens up to here are measured one by one, larger ones in fourths of an octave
+_EXACT_TOKENS = 16
+# steps after which a cost is forgotten: so many for each that was noted, and at most
+_KEPT_FOR_EACH, _MOST_KEPT = 100, 4000
+# share of a plain step that proposing may take for all drafts to be watched, not only the first one
+_CHEAP_SHARE = 0.25
+
+
+@dataclasses.dataclass(slots=True)
+class _Cost:
+    """What steps of about so many tokens cost."""
+
+    num_tokens: float
+    seconds: float
+    count: int
+    noted_at: int
+
+    def is_old(self, now: int) -> bool:
+        return now - self.noted_at > min(_KEPT_FOR_EACH * self.count, _MOST_KEPT)
+
+
+class StepCosts:
+    """Seconds of steps by their number of tokens: moving averages, the old ones of which are forgotten.
+
+    Example::
+
+        costs = StepCosts()
+        costs.note(8, 0.02, now=1)
+        costs.knows(8, now=20)  # True
+    """
+
+    def __init__(self) -> None:
+        self._costs: dict[int, _Cost] = {}
+
+    def note(self, num_tokens: int, seconds: float, now: int) -> None:
+        """Adds a step; `now` counts all steps."""
+        key = _key(num_tokens)
+        cost = self._costs.get(key)
+        if cost is None or cost.is_old(now):
+            self._costs[key] = _Cost(num_tokens, seconds, 1, now)
+            return
+        seconds = min(seconds, _MOST_GROWTH * cost.seconds)
+        weight = _UP_WEIGHT if seconds > cost.seconds else _DOWN_WEIGHT
+        cost.seconds += weight * (seconds - cost.seconds)
+        cost.num_tokens += weight * (num_tokens - cost.num_tokens)
+        cost.count, cost.noted_at = cost.count + 1, now
+
+    def knows(self, num_tokens: int, now: int) -> bool:
+        """Whether steps of about so many tokens have been measured lately."""
+        cost = self._costs.get(_key(num_tokens))
+        return cost is not None and not cost.is_old(now)
+
+    def points(self, now: int) -> list[tuple[float, float]]:
+        """Numbers of tokens, ascending, and the seconds of such steps, without those that are forgotten."""
+        return sorted((cost.num_tokens, cost.seconds) for cost in self._costs.values() if not cost.is_old(now))
+
+    def at(self, num_tokens: int) -> float:
+        """Seconds of a step, on the line between the nearest ones that were ever noted; 0: none was."""
+        if (known := self._costs.get(_key(num_tokens))) is not None:
+            return known.seconds
+        points = sorted((cost.num_tokens, cost.seconds) for cost in self._costs.values())
+        return float(np.interp(num_tokens, *zip(*points, strict=True))) if points else 0.0
+
+
+def _key(num_tokens: int) -> int:
+    if num_tokens <= _EXACT_TOKENS:
+        return num_tokens
+    return _EXACT_TOKENS + round(4 * math.log2(num_tokens / _EXACT_TOKENS))
+
+
+@dataclasses.dataclass(slots=True)
+class DecodingStep:
+    """A step in which all rows decode, and its outputs.
+
+    Attributes:
+        num_rows: its rows, 1 or more.
+        num_drafts: tokens that it verified.
+        num_accepted: those of them that were right.
+        num_asked: drafts that were proposed for each row, at most.
+        was_drafting: rows were to have drafts: the step was not made ahead, nor was the next one.
+        seconds: from the outputs of the step before to its own.
+        draft_s: of these, what proposing took.
+    """
+
+    num_rows: int
+    num_drafts: int
+    num_accepted: int
+    num_asked: int
+    was_drafting: bool
+    seconds: float
+    draft_s: float
+
+
+class _Mode(enum.Enum):
+    # rows have no drafts; now and then a step asks for some, only to see whether they would be right
+    PLAIN = enum.auto()
+    # plain steps that are measured
+    MEASURING = enum.auto()
+    DRAFTING = enum.auto()
+
+
+class DraftCosts:
+    """Decides between plain steps and steps with drafts.
+
+    Args:
+        max_drafts: most drafts of a row, k.
+
+    Attributes:
+        num_wanted: drafts to ask for each row of the next step, 0 … k.
+        decides: `decide` is to be called before the next step.
+    """
+
+    def __init__(self, max_drafts: int) -> None:
+        self._max_drafts = max_drafts
+        self.num_wanted = 1
+        self.decides = False
+        self._num_steps = 0
+        self._mode = _Mode.PLAIN
+        # of this mode, until it is decided again or, in PLAIN, until a step asks for drafts
+        self._steps_left = 0
+        self._watch_steps = max_drafts + 1
+        # the last decision was to draft, so many steps ago
+        self._pays = False
+        self._num_drafting_steps = 0
+        self._plain, self._drafted = StepCosts(), StepCosts()
+        self._was_plain = False
+        # seconds for each draft of all rows, by number of rows
+        self._proposing = StepCosts()
+        # seconds of another token in a step, as far as prompts tell; 0: they have not
+        self._token_s = 0.0
+        # of plain steps, and of proposing a draft, with as many rows as the last step had; 0: unknown
+        self._plain_s = self._propose_s = 0.0
+        # None: plain steps have not been measured yet
+        self._earned_s: float | None = None
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether rows are to have drafts."""
+        return self._mode is _Mode.DRAFTING
+
+    @property
+    def _num_to_watch(self) -> int:
+        """Drafts that a plain step asks for: none while their cost is not earned."""
+        if self._earned_s is None or self._earned_s < 0:
+            return 0
+        is_cheap = self._max_drafts * self._propose_s < _CHEAP_SHARE * self._plain_s
+        return self._max_drafts if is_cheap else 1
+
+    def note_request(self) -> None:
+        """A request has arrived: its drafts are watched soon."""
+        self._watch_steps = self._max_drafts + 1
+        if self._mode is _Mode.PLAIN:
+            self._steps_left = min(self._steps_left, self._watch_steps)
+
+    def advance(self, num_asked: int) -> None:
+        """Goes on by a step; afterwards `decides` says what is to be done.
+
+        Args:
+            num_asked: most drafts of each row that came with its outputs.
+        """
+        self._num_steps += 1
+        self._steps_left -= 1
+        is_due = self._steps_left <= 0
+        if self._mode is _Mode.PLAIN:
+            self.decides = num_asked > 0
+            self.num_wanted = self._num_to_watch if is_due and not self.num_wanted else 0
+        else:
+            self.decides = is_due
+            self._num_drafting_steps += self.is_drafting
+
+    def note(self, step: DecodingStep, token_s: float) -> None:
+        """Adds what a step took.
+
+        Args:
+            step: without prompts.
+            token_s: seconds of a token in steps with prompts, which another token of a step hardly exceeds; 0: it is
+                unknown.
+        """
+        num_rows, seconds, now = step.num_rows, step.seconds, self._num_steps
+        self._token_s = token_s
+        if step.was_drafting:
+            self._drafted.note(num_rows + step.num_drafts, max(0.0, seconds - step.draft_s), now)
+        elif self._was_plain and step.num_asked == 0:
+            self._plain.note(num_rows, seconds, now)
+        self._was_plain = not step.was_drafting
+        if step.num_asked:
+            self._proposing.note(num_rows, step.draft_s / step.num_asked, now)
+        plain_s, self._propose_s = self._plain.at(num_rows), self._proposing.at(num_rows)
+        self._plain_s = plain_s
+        if plain_s == 0:
+            return
+        most = _MOST_LOST * plain_s
+        earned = most if self._earned_s is None else self._earned_s + _LOST_SHARE * seconds
+        if step.was_drafting:
+            # a step that took very long had another reason
+            earned -= min(seconds - (1 + step.num_accepted / num_rows) * plain_s, most)
+        elif step.num_asked:
+            earned -= step.draft_s
+        self._earned_s = min(earned, most)
+        if self.is_drafting and self._earned_s < 0:
+            self.decides = True
+
+    def decide(self, chances: FloatArray, shares: FloatArray) -> None:
+        """Decides whether the next steps have drafts.
+
+        Args:
+            chances: [R] of each row, how likely a draft is right if those before it are.
+            shares: [R] in how many of its steps the row has drafts at all.
+        """
+        self.decides = False
+        num_rows = len(chances)
+        if num_rows == 0:
+            return
+        if not self._plain.knows(num_rows, self._num_steps) or self._num_drafting_steps >= _DRAFTING_STEPS:
+            self._enter(_Mode.MEASURING, _PLAIN_STEPS, 0)
+            return
+        plain_s = self._plain.at(num_rows)
+        needed = 0.0 if self._pays else _LEAST_EARNED * plain_s
+        if self._earned_s is None or self._earned_s < needed:
+            self._pays = False
+            self._enter(_Mode.PLAIN, self._watch_steps, 0)
+            return
+        gain, depth = self._expected_gain(chances, shares)
+        if gain > (1.0 if self._pays else _ENTRY_GAIN):
+            self._pays = True
+            self._enter(_Mode.DRAFTING, _DECISION_STEPS, depth)
+        else:
+            self._pays = False
+            self._enter(_Mode.PLAIN, self._watch_steps, 0)
+            self._watch_steps = min(2 * self._watch_steps, _MOST_WATCH_STEPS)
+
+    def choose(self, chances: FloatArray, counts: IntArray) -> IntArray:
+        """How many of its drafts each row is to have verified.
+
+        Args:
+            chances: [R] of each row, how likely a draft is right if those before it are.
+            counts: [R] drafts that it has.
+
+        Returns:
+            [R].
+        """
+        num_rows, places = len(chances), np.arange(1, int(counts.max(initial=0)) + 1)
+        likely = (chances[:, None] ** places) * (places <= counts[:, None])
+        order, gains = _likeliest_first(likely)
+        # from no draft to all of them
+        num_drafts = int(counts.sum())
+        gains = np.append(0.0, gains[:num_drafts])
+        proposing = np.full(num_drafts + 1, self.num_wanted * self._proposing.at(num_rows))
+        rates = self._rates(num_rows, num_rows + np.arange(num_drafts + 1), gains, proposing)
+        return np.bincount(order[: int(np.argmax(rates))] % num_rows, minlength=num_rows)
+
+    def _expected_gain(self, chances: FloatArray, shares: FloatArray) -> tuple[float, int]:
+        """The best rate of steps with drafts as a multiple of plain ones', and the drafts to ask for."""
+        num_rows = len(chances)
+        likely = shares[:, None] * chances[:, None] ** np.arange(1, self._max_drafts + 1)
+        order, gains = _likeliest_first(likely)
+        num_tokens = num_rows + np.cumsum(shares[order % num_rows])
+        depths = np.maximum.accumulate(order // num_rows + 1)
+        rates = self._rates(num_rows, num_tokens, gains, depths * self._proposing.at(num_rows))
+        best = int(np.argmax(rates))
+        return float(rates[best]) * self._plain.at(num_rows) / num_rows, int(depths[best])
+
+    def _rates(
+        self, num_rows: int, num_tokens: FloatArray | IntArray, gains: FloatArray, proposing: FloatArray
+    ) -> FloatArray:
+        """Tokens a second of steps with drafts, at best; 0 where they might cost more than was earned.
+
+        Args:
+            num_rows: rows of the steps.
+            num_tokens: tokens of each step, ascending, with the drafts.
+            gains: drafts of each that are expected to be right.
+            proposing: seconds that proposing its drafts takes.
+        """
+        plain_s = self._plain.at(num_rows)
+        points = [point for point in self._drafted.points(self._num_steps) if point[0] >= num_rows]
+        if not points or points[0][0] > num_rows:
+            points.insert(0, (num_rows, plain_s))
+        xs, ys = zip(*points, strict=True)
+        # more tokens do not take less time, and beyond what was measured they may be free, or as dear as in prompts
+        least = np.interp(num_tokens, xs, np.maximum.accumulate(ys)) + proposing
+        most = least + (self._token_s or plain_s / num_rows) * np.maximum(0.0, num_tokens - xs[-1])
+        lost = most - plain_s * (num_rows + gains) / num_rows
+        rates: FloatArray = (num_rows + gains) / least
+        is_covered = (lost <= (self._earned_s or 0.0)) | (num_tokens == num_rows)
+        return rates * is_covered
+
+    def _enter(self, mode: _Mode, num_steps: int, num_wanted: int) -> None:
+        if mode is not _Mode.DRAFTING:
+            self._num_drafting_steps = 0
+        self._mode, self._steps_left, self.num_wanted = mode, num_steps, num_wanted
+
+
+def _likeliest_first(likely: FloatArray) -> tuple[IntArray, FloatArray]:
+    """Drafts [R, k] by how likely they are right, and how many of the first 1, 2, … are expected to be.
+
+    A draft never comes before one of the same row that precedes it. They are numbered place by place: draft p of row
+    r is p * R + r.
+    """
+    flat = likely.T.ravel()
+    order = np.argsort(-flat, kind="stable")
+    return order, np.cumsum(flat[order])
