@@ -46,6 +46,8 @@ class CompletionOutput:
         finish_reason: "stop", "length", "abort", "error", or None while it runs.
         stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence token.
         lora_request: None; the request's output has it.
+        num_drafts: tokens that speculative decoding has drafted for it so far and the model has verified.
+        num_accepted_drafts: those of them that were right, and are among its tokens.
     """
 
     index: int
@@ -56,6 +58,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: Any = None
+    num_drafts: int = 0
+    num_accepted_drafts: int = 0
 
     def finished(self) -> bool:
         """Whether the sequence has ended."""

@@ -2,7 +2,7 @@
 
 The event loop updates plain Python objects once a step; they are rendered when /metrics is scraped. Metrics that vLLM
 renamed have their old and new names, for dashboards of any version. Metrics of features that do not exist here
-(speculation, multimodal caches) are left out.
+(multimodal caches) are left out, those of drafts without speculative decoding (see engine/draft_metrics.py).
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from ascend_vllm import envs
 from ascend_vllm.config.cache import kv_cache_specs
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.engine.api_group import Count, SharedCounts
+from ascend_vllm.engine.draft_metrics import DraftMetrics
 from ascend_vllm.logger import init_logger
 from ascend_vllm.types.messages import SchedulerStats
 
@@ -239,8 +241,7 @@ class EngineMetrics(Collector):
             return
         now = time.monotonic() if now is None else now
         for rank, core in enumerate(self._cores):
-            line = core.log_line(now, self._tokens_of_others(rank))
-            if line is not None:
+            for line in core.log_lines(now, self._tokens_of_others(rank)):
                 logger.info("%s%s", f"Engine {rank:03}: " if len(self._cores) > 1 else "", line)
 
     def _tokens_of_others(self, rank: int) -> tuple[int, int]:
@@ -274,6 +275,11 @@ class _CoreMetrics:
         self.num_gpu_blocks: int | None = None
         self.num_cpu_blocks: int | None = None
         self.scheduler = SchedulerStats(0, 0, 0.0, 0)
+        speculation = config.speculation
+        # None: not wanted
+        self._drafts: DraftMetrics | None = None
+        if speculation is not None and envs.enable_spec_metric():
+            self._drafts = DraftMetrics(speculation.num_speculative_tokens)
         self._scheduler_time = time.time()
         self.num_rejections = dict.fromkeys(_REJECTION_REASONS, 0)
         self.sleep_level = 0
@@ -293,6 +299,8 @@ class _CoreMetrics:
         histograms = self._histograms
         if scheduler is not None:
             self.scheduler = scheduler
+            if self._drafts is not None:
+                self._drafts.record(scheduler.drafts)
             self._scheduler_time = time.time()
             num_tokens = scheduler.num_prompt_tokens + scheduler.num_generation_tokens
             if num_tokens:
@@ -314,8 +322,8 @@ class _CoreMetrics:
                 if value is not None:
                     histograms[field].observe(value)
 
-    def log_line(self, now: float, tokens_of_others: tuple[int, int] = (0, 0)) -> str | None:
-        """The line about the throughput since the last one; None if it is not due or nothing happened.
+    def log_lines(self, now: float, tokens_of_others: tuple[int, int] = (0, 0)) -> list[str]:
+        """The line about the throughput since the last one, and those of drafts; none if it is not due or idle.
 
         Args:
             now: seconds of time.monotonic().
@@ -324,10 +332,10 @@ class _CoreMetrics:
         stats = self.scheduler
         if self._last_time is None:
             self._last_time = now
-            return None
+            return []
         elapsed = now - self._last_time
         if elapsed < LOG_INTERVAL_S:
-            return None
+            return []
         counts = self.num_prompt_tokens + tokens_of_others[0], self.num_generation_tokens + tokens_of_others[1]
         prompt, generation = counts[0] - self._last_counts[0], counts[1] - self._last_counts[1]
         busy = bool(prompt or generation or stats.num_running or stats.num_waiting)
@@ -336,7 +344,7 @@ class _CoreMetrics:
         # one more line after the last activity, which shows zeros
         due, self._was_busy = busy or self._was_busy, busy
         if not due:
-            return None
+            return []
         line = (
             f"Avg prompt throughput: {self._throughput[0]:.1f} tokens/s, "
             f"Avg generation throughput: {self._throughput[1]:.1f} tokens/s, "
@@ -351,12 +359,15 @@ class _CoreMetrics:
         if stats.running_adapters or stats.waiting_adapters:
             line += f" LoRA adapters running: {', '.join(stats.running_adapters) or 'none'}"
             line += f", waiting: {', '.join(stats.waiting_adapters) or 'none'}."
-        return line
+        return [line, *(() if self._drafts is None else self._drafts.log_lines(elapsed))]
 
     def collect(self) -> Iterator[Metric]:
         """Makes the metric families, always the same ones in the same order."""
         yield from self._collect_gauges()
         yield from self._collect_counters()
+        if self._drafts is not None:
+            for row in self._drafts.rows():
+                yield self._family(*row)
         labels = [self._model_name, self._rank]
         for key, histogram in self._histograms.items():
             names = [histogram.name]

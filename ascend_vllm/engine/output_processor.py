@@ -239,6 +239,7 @@ def _merge_deltas(older: RequestOutput, newer: RequestOutput) -> None:
             known.logprobs = (known.logprobs or []) + output.logprobs
         known.cumulative_logprob = output.cumulative_logprob
         known.finish_reason, known.stop_reason = output.finish_reason, output.stop_reason
+        known.num_drafts, known.num_accepted_drafts = output.num_drafts, output.num_accepted_drafts
     older.finished = newer.finished
     older.num_cached_tokens = newer.num_cached_tokens
 

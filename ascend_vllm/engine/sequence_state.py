@@ -73,6 +73,7 @@ class SequenceState:
         self._cumulative_logprob = 0.0
         self._num_sent_chars = 0
         self._num_sent_tokens = 0
+        self._num_drafts = self._num_accepted_drafts = 0
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -102,6 +103,9 @@ class SequenceState:
         if detokenizer is None:
             detokenizer = self._detokenizer = self._make_detokenizer()
         token_ids, reason = output.new_token_ids, output.finish_reason
+        if output.num_drafts:
+            self._num_drafts += output.num_drafts
+            self._num_accepted_drafts += output.num_accepted_drafts
         # STOP means that the last token ended the sequence: its text is not part of the text.
         num_with_text = len(token_ids) - (reason is FinishReason.STOP and not self._include_stop)
         if self._stops is not None or self._is_scored:
@@ -161,6 +165,8 @@ class SequenceState:
                 logprobs,
                 None if reason is None else str(reason),
                 self.stop_reason,
+                num_drafts=self._num_drafts,
+                num_accepted_drafts=self._num_accepted_drafts,
             )
         ]
 

@@ -41,6 +41,11 @@ def test_an_example_is_a_whole_program(tmp_path: pathlib.Path) -> None:
     [
         ("offline_chat.py", ["Is anyone there?"], r"User: Is anyone there\?\nAssistant: "),
         (
+            "offline_speculation.py",
+            ["--max-tokens", "64"],
+            r"Tokens: 64, of \d+ drafts \d+ were right\.",
+        ),
+        (
             "offline_structured_outputs.py",
             ["--max-tokens", "64"],
             r"(?s)Output: (flag|metric)\n.*Output: 20\d\d-\d\d-\d\d\n.*Output: \{.*As a dict: \{'name'",

@@ -12,15 +12,22 @@ import subprocess
 from collections.abc import Iterator
 
 import httpx
+import msgspec
 import pytest
 import yaml
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from ascend_vllm.config.speculation import SpeculativeConfig, SpeculativeMethod
+from ascend_vllm.engine.metrics import EngineMetrics
+from tests.engine.engine_for_tests import make_config
 from tests.server import ROOT, Server, free_port, wait_until
 
 MONITORING = ROOT / "examples" / "monitoring"
 DASHBOARD = json.loads((MONITORING / "grafana.json").read_text())
 EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+# panels of a server that drafts tokens; those of others show 0
+OF_DRAFTS = {expression for expression in EXPRESSIONS if "vllm:spec_decode_" in expression}
 VARIABLES = [variable["query"] for variable in DASHBOARD["templating"]["list"]]
 # what Grafana puts in place of its variables
 GRAFANA = {"$model_name": "tiny", "$__rate_interval": "1m"}
@@ -30,9 +37,13 @@ needs_prometheus = pytest.mark.skipif(shutil.which("prometheus") is None, reason
 
 def test_every_panel_shows_a_metric_of_the_server(http: httpx.Client) -> None:
     http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 2}).raise_for_status()
+    speculation = SpeculativeConfig(SpeculativeMethod.NGRAM, 2)
+    drafting = EngineMetrics(msgspec.structs.replace(make_config(), speculation=speculation))
+    of_drafts = [line for line in generate_latest(drafting.registry).decode().splitlines(True) if "spec_de" in line]
     samples = {
         sample.name: set(sample.labels)
-        for family in text_string_to_metric_families(http.get("/metrics").text)
+        for text in (http.get("/metrics").text, "".join(of_drafts))
+        for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
     expressions = EXPRESSIONS + VARIABLES
@@ -107,6 +118,9 @@ def test_prometheus_evaluates_every_panel(prometheus: httpx.Client, http: httpx.
     for values in (idle, busy):
         wrong = [name for name, found in values.items() if not found or not all(map(math.isfinite, found))]
         assert not wrong
-    for expression in EXPRESSIONS:
+    assert OF_DRAFTS
+    for expression in OF_DRAFTS:
+        assert (idle[expression], busy[expression]) == ([0], [0]), expression
+    for expression in set(EXPRESSIONS) - OF_DRAFTS:
         if "seconds_bucket" in expression or "_tokens_total" in expression:
             assert (idle[expression], min(busy[expression]) > 0) == ([0], True), expression

@@ -16,13 +16,13 @@ import httpx
 import msgspec
 import pytest
 import uvicorn
-from prometheus_client import Counter
 
 from ascend_vllm.args.tables.server import FrontendArgs
+from ascend_vllm.config.speculation import SpeculativeConfig, SpeculativeMethod
 from ascend_vllm.engine.metrics import EngineMetrics, StepStats
 from ascend_vllm.entrypoints.openai.app import build_app
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
-from ascend_vllm.types.messages import SchedulerStats
+from ascend_vllm.types.messages import DraftStats, SchedulerStats
 from tests.browser import SHIFT, Browser, Page, needs_chromium
 from tests.entrypoints.conftest import KEY, LONG_TOKENS
 from tests.scripted_engine import CALL, ScriptedEngine
@@ -311,12 +311,9 @@ def test_the_engine_view_shows_the_metrics_while_it_is_seen(page: Page, patient_
 def test_the_engine_view_computes_rates_and_percentiles(browser: Browser) -> None:
     engine = ScriptedEngine(["Hi"])
     cache = msgspec.structs.replace(engine.config.cache, enable_prefix_caching=True)
-    metrics = EngineMetrics(msgspec.structs.replace(engine.config, cache=cache))
+    speculation = SpeculativeConfig(SpeculativeMethod.NGRAM, 2)
+    metrics = EngineMetrics(msgspec.structs.replace(engine.config, cache=cache, speculation=speculation))
     engine.metrics = metrics.registry
-    drafts, accepted = (
-        Counter(f"vllm:spec_decode_num_{name}_tokens", "of drafts", registry=metrics.registry)
-        for name in ("draft", "accepted")
-    )
     stats = SchedulerStats(2, 1, 0.25, 2, num_prefix_queries=100, num_prefix_hits=10)
     metrics.record(stats, StepStats(first_token_s=[2.0] * 10))
     with scripted(engine) as url, browser.open(f"{url}/ui") as page:
@@ -332,8 +329,7 @@ def test_the_engine_view_computes_rates_and_percentiles(browser: Browser) -> Non
               .observe(document.getElementById("tile-generation"), { subtree: true, childList: true })"""
         )
         stats = SchedulerStats(0, 0, 0.0, 5, num_prefix_queries=150, num_prefix_hits=55)
-        drafts.inc(4)
-        accepted.inc(3)
+        stats.drafts = DraftStats(2, 4, 3, [2, 1])
         metrics.record(stats, StepStats(first_token_s=[0.3] * 100, num_generation_tokens=5000))
         row = "[data-histogram='vllm:time_to_first_token_seconds']"
         page.wait(f"document.querySelector(`{row} td:last-child`).innerText === '100'")

@@ -110,7 +110,7 @@ class _Answer:
 
     def complete(self, generated: CompletionOutput) -> dict[str, Any]:
         """The whole answer of a final output."""
-        self.usage.completion_tokens[0] += len(generated.token_ids)
+        self.usage.count(0, generated)
         content = self._blocks(generated.text)
         return self._message(content, self._stop_reason(generated), _stop_sequence(generated))
 
@@ -171,7 +171,7 @@ class _Answer:
             self.usage.add(0, output)
             events.append(_event("message_start", {"type": "message_start", "message": self._message([])}))
         for generated in output.outputs:
-            self.usage.completion_tokens[0] += len(generated.token_ids)
+            self.usage.count(0, generated)
             finished = generated.finish_reason is not None
             if self._parser is None:
                 events.append(self._writer.add({"content": generated.text}))

@@ -30,7 +30,7 @@ from ascend_vllm.entrypoints.openai.structured_fields import (
 )
 from ascend_vllm.errors import RequestError
 from ascend_vllm.logger import init_logger
-from ascend_vllm.outputs import RequestOutput
+from ascend_vllm.outputs import CompletionOutput, RequestOutput
 from ascend_vllm.refusals import Refusal, first_refused
 from ascend_vllm.sampling_params import RequestOutputKind, SamplingParams
 from ascend_vllm.structured_outputs import StructuredOutputsParams
@@ -354,6 +354,13 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """Part of `usage` with speculative decoding: the drafts that were right, and the others."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct):
     """`usage`: tokens of all prompts, each once, and of all choices."""
 
@@ -361,19 +368,27 @@ class Usage(msgspec.Struct):
     total_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: PromptTokensDetails | None = None
-    completion_tokens_details: None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class UsageCounter:
     """Counts the tokens of a request while its outputs arrive.
 
     Prompts count once each, however many choices they have; choices count every generated token.
+
+    Args:
+        num_choices: of the whole request.
+        shows_cached: show the cached tokens of prompts.
+        shows_drafts: show how many drafts were right.
     """
 
-    def __init__(self, num_choices: int, shows_cached: bool) -> None:
-        self.completion_tokens = [0] * num_choices
+    def __init__(self, num_choices: int, *, shows_cached: bool, shows_drafts: bool = False) -> None:
+        self._completion_tokens = [0] * num_choices
+        # per choice: drafts, and the accepted ones among them
+        self._drafts = [(0, 0)] * num_choices
         self._prompts: dict[int, tuple[int, int]] = {}
         self._shows_cached = shows_cached
+        self._shows_drafts = shows_drafts
 
     @property
     def started(self) -> bool:
@@ -381,21 +396,33 @@ class UsageCounter:
         return bool(self._prompts)
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Record a prompt's size; the caller counts `completion_tokens`."""
+        """Record a prompt's size; the caller calls `count` for its choices."""
         self._prompts[prompt_index] = (len(output.prompt_token_ids), output.num_cached_tokens)
+
+    def count(self, choice_index: int, generated: CompletionOutput) -> None:
+        """Count the new tokens of a choice."""
+        self._completion_tokens[choice_index] += len(generated.token_ids)
+        if self._shows_drafts:
+            self._drafts[choice_index] = generated.num_drafts, generated.num_accepted_drafts
 
     def choice_usage(self, prompt_index: int, choice_index: int) -> Usage:
         """Usage so far of one choice, for its chunk."""
-        return self._usage([self._prompts[prompt_index]], self.completion_tokens[choice_index])
+        return self._usage([self._prompts[prompt_index]], slice(choice_index, choice_index + 1))
 
     def total(self) -> Usage:
         """Usage of the whole request."""
-        return self._usage(list(self._prompts.values()), sum(self.completion_tokens))
+        return self._usage(list(self._prompts.values()), slice(None))
 
-    def _usage(self, prompts: list[tuple[int, int]], completion_tokens: int) -> Usage:
+    def _usage(self, prompts: list[tuple[int, int]], choices: slice) -> Usage:
         prompt_tokens = sum(size for size, _ in prompts)
-        details = PromptTokensDetails(sum(cached for _, cached in prompts)) if self._shows_cached else None
-        return Usage(prompt_tokens, prompt_tokens + completion_tokens, completion_tokens, details)
+        completion_tokens = sum(self._completion_tokens[choices])
+        usage = Usage(prompt_tokens, prompt_tokens + completion_tokens, completion_tokens)
+        if self._shows_cached:
+            usage.prompt_tokens_details = PromptTokensDetails(sum(cached for _, cached in prompts))
+        if self._shows_drafts:
+            num_drafts, num_accepted = (sum(counts) for counts in zip(*self._drafts[choices], strict=True))
+            usage.completion_tokens_details = CompletionTokensDetails(num_accepted, num_drafts - num_accepted)
+        return usage
 
 
 class ChunkWriter:

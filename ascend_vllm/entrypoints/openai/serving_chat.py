@@ -126,7 +126,11 @@ class ChatAnswer:
         self._role = self._settings.response_role if request.add_generation_prompt else request.messages[-1].role
         self._echo = self._echoed()
         self._as_token_ids = bool(request.return_tokens_as_token_ids) or self._settings.return_tokens_as_token_ids
-        self._usage = UsageCounter(self._n, self._settings.enable_prompt_tokens_details)
+        self._usage = UsageCounter(
+            self._n,
+            shows_cached=self._settings.enable_prompt_tokens_details,
+            shows_drafts=serving.engine.config.speculation is not None,
+        )
         # for streams
         self._include_usage = request.include_usage or self._settings.force_include_usage
         self._shows_usage_so_far = self._include_usage and request.continuous_usage
@@ -168,7 +172,7 @@ class ChatAnswer:
         return response
 
     def _choice(self, generated: CompletionOutput) -> ChatChoice:
-        self._usage.completion_tokens[generated.index] += len(generated.token_ids)
+        self._usage.count(generated.index, generated)
         message = ChatResponseMessage(self._role, self._echo + generated.text, [])
         finish_reason = generated.finish_reason
         parser = self._make_parser()
@@ -211,7 +215,7 @@ class ChatAnswer:
             usage.add(0, output)
             events.extend(self._opening(writer))
         for generated in output.outputs:
-            usage.completion_tokens[generated.index] += len(generated.token_ids)
+            usage.count(generated.index, generated)
             parser = self._parsers[generated.index]
             if parser is not None:
                 events.extend(self._parsed_events(writer, generated, parser, plain))

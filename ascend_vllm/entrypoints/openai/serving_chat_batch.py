@@ -13,7 +13,12 @@ from ascend_vllm.entrypoints.http.long_answers import make_answer, num_tokens
 from ascend_vllm.entrypoints.http.request_ids import make_response_id
 from ascend_vllm.entrypoints.http.validation import validated
 from ascend_vllm.entrypoints.openai.protocol_chat import ChatCompletionRequest, ChatCompletionResponse, ChatMessage
-from ascend_vllm.entrypoints.openai.protocol_common import ApiRequest, PromptTokensDetails, Usage
+from ascend_vllm.entrypoints.openai.protocol_common import (
+    ApiRequest,
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Usage,
+)
 from ascend_vllm.entrypoints.openai.request_limits import check_request, check_sequences
 from ascend_vllm.entrypoints.openai.serving_chat import ChatAnswer, ServingChat
 from ascend_vllm.errors import RequestError
@@ -86,10 +91,17 @@ def _joined(answers: list[ChatCompletionResponse]) -> ChatCompletionResponse:
         choice.index = index
     usages = [answer.usage for answer in answers]
     details = [usage.prompt_tokens_details for usage in usages if usage.prompt_tokens_details is not None]
+    drafts = [usage.completion_tokens_details for usage in usages if usage.completion_tokens_details is not None]
     whole.usage = Usage(
         sum(usage.prompt_tokens for usage in usages),
         sum(usage.total_tokens for usage in usages),
         sum(usage.completion_tokens for usage in usages),
         PromptTokensDetails(sum(detail.cached_tokens for detail in details)) if details else None,
+        CompletionTokensDetails(
+            sum(detail.accepted_prediction_tokens for detail in drafts),
+            sum(detail.rejected_prediction_tokens for detail in drafts),
+        )
+        if drafts
+        else None,
     )
     return whole

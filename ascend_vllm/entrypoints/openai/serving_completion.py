@@ -97,7 +97,11 @@ class _Answer:
         self._prompts = prompts
         self._n = request.n or 1
         self._as_token_ids = bool(request.return_tokens_as_token_ids) or self._settings.return_tokens_as_token_ids
-        self._usage = UsageCounter(self._n * len(prompts), self._settings.enable_prompt_tokens_details)
+        self._usage = UsageCounter(
+            self._n * len(prompts),
+            shows_cached=self._settings.enable_prompt_tokens_details,
+            shows_drafts=serving.engine.config.speculation is not None,
+        )
         # per choice: characters of the tokens in its logprobs so far, and of its text so far
         self._logprob_offsets = [0] * (self._n * len(prompts))
         self._text_lengths = [0] * (self._n * len(prompts))
@@ -145,7 +149,7 @@ class _Answer:
 
     def _choice(self, prompt_index: int, index: int, generated: CompletionOutput) -> CompletionChoice:
         request = self._request
-        self._usage.completion_tokens[index] += len(generated.token_ids)
+        self._usage.count(index, generated)
         text = self._with_echo(prompt_index, index, generated.text)
         choice = CompletionChoice(
             index=index,
@@ -202,7 +206,7 @@ class _Answer:
         events = []
         for generated in output.outputs:
             index = prompt_index * self._n + generated.index
-            usage.completion_tokens[index] += len(generated.token_ids)
+            usage.count(index, generated)
             if self._is_plain and generated.finish_reason is None:
                 self._text_lengths[index] += len(generated.text)
                 events.append(writer.text_event(index, generated.text))
