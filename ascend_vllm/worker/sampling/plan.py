@@ -22,6 +22,8 @@ from ascend_vllm.worker.sampling.counts import TokenCounts
 Index = tuple[torch.Tensor, torch.Tensor]
 Features = npt.NDArray[np.int32]
 
+# a step with drafts has a plan of all its positions, and one of its rows for the next drafts
+_MOST_KEPT = 8
 _NEED_HISTORY = columns.PENALTIES | columns.BAD_WORDS | columns.PROCESSORS
 
 
@@ -165,8 +167,9 @@ class Planner:
         self._counts = TokenCounts(batch, device) if fused else None
         # [M, L+1] int32
         self._all_token_ids = torch.from_numpy(batch.token_ids) if host_memory else None
-        # the last plan that any step of its rows can use, their slots, and the version of their parameters
-        self._kept: tuple[int, bytes, SamplingPlan] | None = None
+        # by slots: plans that any step of these rows can use, and the version of the parameters that they are of
+        self._kept: dict[bytes, SamplingPlan] = {}
+        self._kept_version = -1
 
     def make(self, slots: Int64Array, num_steps: int = 1, num_tokens: Int64Array | None = None) -> SamplingPlan:
         """Makes the plan of rows for all tokens that they sample in a step.
@@ -177,12 +180,16 @@ class Planner:
             num_tokens: [S] tokens before the position at which each samples, drafts included; None: all tokens.
         """
         version, key = self._params.version, slots.tobytes()
-        if self._kept is not None and self._kept[:2] == (version, key):
-            return self._kept[2]
+        if version != self._kept_version or len(self._kept) > _MOST_KEPT:
+            self._kept.clear()
+            self._kept_version = version
+        if (kept := self._kept.get(key)) is not None:
+            return kept
         plan = self._make(slots, num_steps, self._batch.num_tokens[slots] if num_tokens is None else num_tokens)
         # of a device with memory of its own, draws and histories are the step's
         depends_on_step = not self._host_memory or plan.needed & columns.MIN_TOKENS or plan.fused is not None
-        self._kept = None if depends_on_step else (version, key, plan)
+        if not depends_on_step:
+            self._kept[key] = plan
         return plan
 
     def _make(self, slots: Int64Array, num_steps: int, num_tokens: Int64Array) -> SamplingPlan:
