@@ -308,4 +308,4 @@ class Eagle3Head(DraftHead):
     def best_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
         """As `DraftHead.best_tokens`."""
         best = super().best_tokens(hidden)
-        return best if self._offsets is None else self._tokens[best]
+        return best if self._offsets is None else self._tokens.index_select(0, best)

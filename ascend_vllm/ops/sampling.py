@@ -199,7 +199,7 @@ def _sample_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             yield flat, temperature, top_k, top_p, min_p, seeds, positions
 
 
-@define_op(inputs=_sample_inputs, devices=("cpu",))
+@define_op(inputs=_sample_inputs, devices=("cpu",), recordable=True)
 def sample_tokens(
     logits: torch.Tensor,
     temperature: torch.Tensor,

@@ -16,7 +16,9 @@ from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.config.speculation import SpeculativeConfig, SpeculativeMethod
 from ascend_vllm.core.draft_costs import DecodingStep
+from ascend_vllm.ops import native
 from ascend_vllm.types.step import NO_DRAFT, NewRow, SchedulerOutput
+from ascend_vllm.worker.speculation.chain_tapes import ChainTapes
 from ascend_vllm.worker.worker import Worker
 from tests.eagle_heads import (
     eagle3_reference,
@@ -300,3 +302,29 @@ def test_blocks_and_lengths_limit_drafts(drafts: dict[str, tuple[str, ModelConfi
     assert found is not None
     assert (found != NO_DRAFT).sum(1).tolist() == [1, 1]
     assert np.array_equal(found[:, 1:], np.full((2, 2), NO_DRAFT))
+
+
+@pytest.mark.skipif(not native.load_native_library(), reason="needs the compiled library")
+@pytest.mark.parametrize("name", ["itself", "eagle", "eagle3"])
+def test_chains_of_drafts_are_tapes(
+    drafts: dict[str, tuple[str, ModelConfig]], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of greedy rows and of such as sample, unless something edits their logits."""
+    chains: list[ChainTapes] = []
+
+    def run(self: ChainTapes, *arguments: Any, run: Any = ChainTapes.run) -> Any:
+        chains.append(self)
+        tokens = run(self, *arguments)
+        assert tokens is not None
+        return tokens
+
+    monkeypatch.setattr(ChainTapes, "run", run)
+    config = _with_drafts(make_config(max_num_seqs=1), *drafts[name])
+    for params in ({"temperature": 0}, {"seed": 3, "top_k": 20, "logprobs": 1}):
+        generate(config, {"one": Asked(make_prompts(3)[2], SamplingParams(max_tokens=12, ignore_eos=True, **params))})
+        assert chains
+    assert {shape.draws for chain in chains for shape in chain._tokens} == {False, True}
+    chains.clear()
+    params = SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=6)
+    generate(config, {"one": Asked(make_prompts(3)[2], params)})
+    assert not chains

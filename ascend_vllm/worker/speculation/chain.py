@@ -29,8 +29,9 @@ from ascend_vllm.ops.native import load_native_library
 from ascend_vllm.ops.sampling import arg_max
 from ascend_vllm.types.step import NO_DRAFT, SchedulerOutput
 from ascend_vllm.worker.input_batch import InputBatch, Int32Array, upload, upload_all
-from ascend_vllm.worker.sampling.columns import Int64Array, ragged_arange
+from ascend_vllm.worker.sampling.columns import LOGPROBS, RANDOM, Int64Array, ragged_arange
 from ascend_vllm.worker.sampling.sampler import Sampler
+from ascend_vllm.worker.speculation.chain_tapes import ChainTapes
 from ascend_vllm.worker.speculation.proposer import ComputedStep
 from ascend_vllm.worker.tape_runner import TapeRunner
 
@@ -44,7 +45,7 @@ class Drafter:
         device: of the model.
         backend: computes attention in all layers of target and draft model.
         kv_caches: of the draft model's layers.
-        records_tapes: passes of one token for each row are replayed from tapes.
+        tape_query_lens: passes of so many tokens for each row are replayed from tapes; empty: none are.
         max_model_len: longest sequence of the draft model, in tokens.
     """
 
@@ -52,7 +53,7 @@ class Drafter:
     device: torch.device
     backend: AttentionBackend
     kv_caches: list[LayerCache]
-    records_tapes: bool
+    tape_query_lens: tuple[int, ...]
     max_model_len: int
 
     @classmethod
@@ -67,7 +68,9 @@ class Drafter:
     ) -> Drafter:
         """Makes one for an engine's configuration."""
         records = config.graphs.mode == GraphMode.RECORDED and load_native_library()
-        return cls(model, context.device, backend, list(kv_caches), records, max_model_len)
+        assert config.speculation is not None
+        query_lens = tuple(range(1, config.speculation.num_speculative_tokens + 2)) if records else ()
+        return cls(model, context.device, backend, list(kv_caches), query_lens, max_model_len)
 
 
 class ChainProposer(abc.ABC):
@@ -92,10 +95,20 @@ class ChainProposer(abc.ABC):
         self._batch = batch
         self._sampler = sampler
         self._tapes: TapeRunner | None = None
+        self._chains: ChainTapes | None = None
         num_slots, max_blocks = batch.block_table.shape
-        if drafter.records_tapes:
-            self._tapes = TapeRunner(self._recorded, num_slots, max_blocks, batch.row_state.state)
-        # [M, H] hidden states that a recorded pass reads; None: none has been
+        if drafter.tape_query_lens:
+            state = batch.row_state.state
+            self._tapes = TapeRunner(self._recorded, num_slots, max_blocks, state, drafter.tape_query_lens)
+            self._chains = ChainTapes(
+                self._recorded_pass,
+                self._best_tokens,
+                self._logits,
+                batch.block_table,
+                batch.block_size,
+                max(drafter.tape_query_lens) - 1,
+            )
+        # [M*q, H] hidden states that a recorded pass reads; None: none has been
         self._fixed_hidden: torch.Tensor | None = None
 
     @abc.abstractmethod
@@ -132,6 +145,9 @@ class ChainProposer(abc.ABC):
         place_of = np.zeros(int(max(slots.max(), sampling.max())) + 1, np.int64)
         place_of[sampling] = np.arange(len(sampling))
         num_tokens = self._batch.num_tokens[slots]
+        if (tokens := self._by_tape(slots, hidden, counts, num_tokens)) is not None:
+            drafts[place_of[slots], : tokens.shape[1]] = tokens
+            return drafts
         for number in range(max_drafts):
             going_on = np.flatnonzero(counts > number)
             if len(going_on) == 0:
@@ -147,6 +163,26 @@ class ChainProposer(abc.ABC):
             # what is behind a row's known tokens is undefined for everybody else; penalties of later drafts read it
             self._batch.token_ids[slots, num_tokens + number] = tokens
         return drafts
+
+    def _by_tape(
+        self, slots: Int64Array, hidden: torch.Tensor, counts: Int64Array, num_tokens: Int64Array
+    ) -> Int64Array | None:
+        """[R, k] drafts; None: rows draft differently many, something edits their logits, or there are no tapes."""
+        num_drafts = int(counts[0])
+        if self._chains is None or num_drafts == 0 or not (counts == num_drafts).all():
+            return None
+        plan = self._sampler.plan(slots, num_tokens=num_tokens)
+        if plan.needed & ~(RANDOM | LOGPROBS):
+            return None
+        self._note_passes(slots, num_tokens + num_drafts - 1)
+        starts = num_tokens - self.input_shift
+        return self._chains.run(slots, hidden, starts, num_tokens, num_drafts, plan)
+
+    def _note_passes(self, slots: Int64Array, num_tokens: Int64Array) -> None:  # noqa: B027 - most note nothing
+        """Called before passes after which the model has computed so many tokens of rows, drafts included."""
+
+    def _recorded_pass(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        return self._forward(batch, hidden if self.feeds_hidden else None)
 
     def _num_drafts(self, slots: Int64Array, max_drafts: int) -> Int64Array:
         """Most drafts of each row: their KV must have room in the blocks that it has, and its length ends them."""
@@ -188,20 +224,45 @@ class ChainProposer(abc.ABC):
         Returns:
             [R, H], valid until the next pass.
         """
+        self._note_passes(slots, places + 1)
         tokens = self._batch.token_ids[slots, places].astype(np.int64)
-        batch = self._forward_batch(slots, places - self.input_shift, np.ones_like(slots), tokens)
-        if self._tapes is not None:
-            if self.feeds_hidden:
+        return self._compute(slots, places - self.input_shift, np.ones_like(slots), tokens, hidden)
+
+    def _compute(
+        self,
+        slots: Int64Array,
+        starts: Int64Array,
+        counts: Int64Array,
+        tokens: Int64Array,
+        hidden: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Computes some tokens of rows, by a tape where all rows have equally many.
+
+        Args:
+            slots: [R].
+            starts: [R], first position of each.
+            counts: [R], number of positions, 1 or more.
+            tokens: [T].
+            hidden: [T, H] before the tokens, if they enter with them.
+
+        Returns:
+            [R, H], behind each row's last token, valid until the next pass.
+        """
+        batch = self._forward_batch(slots, starts, counts, tokens)
+        hidden = hidden if self.feeds_hidden else None
+        if self._tapes is not None and batch.max_query_len in self._tapes.query_lens:
+            if hidden is not None:
                 self._fix(hidden)
             result = self._tapes.run(batch)
             if result is not None:
-                return result
-        return self._forward(batch, hidden if self.feeds_hidden else None)
+                return result[batch.max_query_len - 1 :: batch.max_query_len]
+        return self._forward(batch, hidden)
 
     def _fix(self, hidden: torch.Tensor) -> None:
-        """Copies hidden states [R, H] to where recorded passes read them."""
+        """Copies hidden states [T, H] to where recorded passes read them."""
         if self._fixed_hidden is None:
-            self._fixed_hidden = hidden.new_zeros(len(self._batch.num_tokens), hidden.shape[1])
+            num_tokens = len(self._batch.num_tokens) * max(self._drafter.tape_query_lens)
+            self._fixed_hidden = hidden.new_zeros(num_tokens, hidden.shape[1])
         self._fixed_hidden[: len(hidden)] = hidden
 
     def _recorded(self, batch: ForwardBatch) -> torch.Tensor:

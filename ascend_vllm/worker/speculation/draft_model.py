@@ -184,7 +184,7 @@ class DraftModelProposer(ChainProposer):
         tokens = batch.token_ids[np.repeat(slots, counts), ragged_arange(starts, counts)].astype(np.int64)
         if self._own_vocab_size < self._vocab_size:
             tokens = tokens.clip(max=self._own_vocab_size - 1)
-        hidden = self._forward(self._forward_batch(slots, starts, counts, tokens), None)
+        hidden = self._compute(slots, starts, counts, tokens, None)
         if starts[-1] + counts[-1] == ends[-1]:
             return slots, hidden
         # all but the last row lack nothing now
@@ -200,9 +200,8 @@ class DraftModelProposer(ChainProposer):
             self._blocks.add(self._batch.block_table[slot, self._num_blocks[slot] : count].tolist())
             self._num_blocks[slot] = count
 
-    def _pass(self, slots: Int64Array, places: Int64Array, hidden: torch.Tensor) -> torch.Tensor:
-        self._num_computed[slots] = places + 1
-        return super()._pass(slots, places, hidden)
+    def _note_passes(self, slots: Int64Array, num_tokens: Int64Array) -> None:
+        self._num_computed[slots] = num_tokens
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `ChainProposer`; what the draft model does not have is never drafted."""

@@ -53,7 +53,7 @@ class EagleProposer(ChainProposer):
         places = upload(ragged_arange(first[kept], counts), self._drafter.device)
         tokens = batch.token_ids[np.repeat(slots, counts), ragged_arange(starts + 1, counts)].astype(np.int64)
         features = self._head.features(step.hidden[places])
-        return slots, self._forward(self._forward_batch(slots, starts, counts, tokens), features)
+        return slots, self._compute(slots, starts, counts, tokens, features)
 
     def _best_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head.best_tokens(hidden)

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <tuple>
 
+#include "cpu/bind/tape.h"
 #include "cpu/bind/tensor.h"
 #include "cpu/kernels/penalties.h"
 #include "cpu/kernels/token_bitmask.h"
@@ -39,8 +40,8 @@ at::Tensor sample_tokens(const at::Tensor& logits, const at::Tensor& temperature
   check_vector(min_p, "min_p", at::kFloat, rows);
   check_vector(seeds, "seeds", at::kLong, rows);
   check_vector(positions, "positions", at::kLong, rows);
-  at::Tensor out = at::empty({rows}, logits.options().dtype(at::kLong));
-  sample_tokens_kernel({
+  at::Tensor out = new_tensor({rows}, logits.options().dtype(at::kLong));
+  const SampleArgs args{
       .dtype = dtype_of(logits, "logits"),
       .logits = logits.const_data_ptr(),
       .rows = rows,
@@ -53,7 +54,8 @@ at::Tensor sample_tokens(const at::Tensor& logits, const at::Tensor& temperature
       .seeds = seeds.const_data_ptr<int64_t>(),
       .positions = positions.const_data_ptr<int64_t>(),
       .out = out.mutable_data_ptr<int64_t>(),
-  });
+  };
+  launch([args] { sample_tokens_kernel(args); });
   return out;
 }
 
