@@ -23,7 +23,10 @@ from tests.worker.drafting import Asked, Drafts, generate, make_prompts, texts_o
 NUM_DRAFTS = 3
 
 
-def make_config(query_lens: tuple[int, ...] = (1, 1 + NUM_DRAFTS), **options: Any) -> EngineConfig:
+def make_config(
+    query_lens: tuple[int, ...] | None = (1, 1 + NUM_DRAFTS), model: str = "qwen2-64-shallow", **options: Any
+) -> EngineConfig:
+    """A configuration; query_lens: of its graphs, None: as flags make them."""
     settings: dict[str, Any] = {
         "device": "npu",
         "max_num_seqs": 5,
@@ -32,9 +35,9 @@ def make_config(query_lens: tuple[int, ...] = (1, 1 + NUM_DRAFTS), **options: An
         "swap_space": 0,
         "disable_log_stats": True,
     }
-    config = EngineArgs(
-        model=tiny_model("qwen2-64-shallow", "float16"), **(settings | options)
-    ).create_engine_config()
+    config = EngineArgs(model=tiny_model(model, "float16"), **(settings | options)).create_engine_config()
+    if query_lens is None:
+        return config
     graphs = msgspec.structs.replace(config.graphs, query_lens=query_lens)
     if graphs.mode == GraphMode.COMPILED:
         # compiling is what costs time
