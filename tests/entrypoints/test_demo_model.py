@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from ascend_vllm.args.engine_args import all_flags
-from ascend_vllm.entrypoints.demo_model import demo_model_path, ensure_demo_model
+from ascend_vllm.args.engine_args import EngineArgs, all_flags
+from ascend_vllm.entrypoints.demo_model import (
+    demo_head_path,
+    demo_model_path,
+    ensure_demo_head,
+    ensure_demo_model,
+    with_demo_model,
+)
+from ascend_vllm.errors import ConfigError
+from ascend_vllm.tools.demo import __main__ as demo_program
+from ascend_vllm.tools.demo import training
 from ascend_vllm.tools.demo.checkpoint import make_demo_model
 from ascend_vllm.tools.demo.corpus import build_conversations, build_facts, build_passages
-from ascend_vllm.tools.demo.training import TrainingPlan
+from ascend_vllm.tools.demo.training import DemoShape, TrainingPlan
+from ascend_vllm.tools.training_progress import TrainingProgress
 
 # the second step depends on what the first one left in the optimisers
-SHORT = TrainingPlan(num_steps=2, batch_tokens=256)
+SHORT = TrainingPlan(num_steps=2, batch_tokens=256, seed=1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,7 +45,7 @@ def as_many_threads_as_before() -> Iterator[None]:
 def short_model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A model of seed 1."""
     path = tmp_path_factory.mktemp("demo") / "a"
-    make_demo_model(path, seed=1, plan=SHORT)
+    make_demo_model(path, plan=SHORT)
     return path
 
 
@@ -67,10 +80,51 @@ def test_every_answer_continues_a_prompt_without_a_template() -> None:
     assert {"hello", ""} <= {passage.prompt for passage in passages}
 
 
+def test_an_interrupted_training_goes_on(
+    short_model: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps with an interruption between them give the same bytes as two in one go, and leave nothing behind."""
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingProgress, "is_due", True)
+        batches = [SHORT.num_steps - 1]
+
+        def collate(batch: list[training.Sample], collate: Any = training._collate) -> Any:
+            if not batches.pop():
+                raise KeyboardInterrupt
+            batches.append(0)
+            return collate(batch)
+
+        patch.setattr(training, "_collate", collate)
+        with pytest.raises(KeyboardInterrupt):
+            make_demo_model(tmp_path / "model", plan=SHORT)
+    assert [path.name for path in tmp_path.iterdir()] == [".model.training.pt"]
+    with pytest.raises(ConfigError, match="of a training with another model, other data or options"):
+        make_demo_model(tmp_path / "model", plan=dataclasses.replace(SHORT, num_steps=3))
+    make_demo_model(tmp_path / "model", plan=SHORT)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    expected, found = ((path / "model.safetensors").read_bytes() for path in (short_model, tmp_path / "model"))
+    assert expected == found
+
+
+def test_models_of_other_sizes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line names the sizes; what it leaves out is as in the demo model."""
+    words = ["--output", str(tmp_path / "model"), "--hidden-size", "64", "--num-layers", "2", "--num-steps", "1"]
+    monkeypatch.setattr("sys.argv", ["demo", *words, "--batch-tokens", "256"])
+    demo_program.main()
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert (config["hidden_size"], config["num_hidden_layers"]) == (64, 2)
+    assert config["intermediate_size"] == DemoShape().intermediate_size
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    assert tensors["model.layers.1.self_attn.q_proj.weight"].shape == (64, 64)
+    monkeypatch.setattr("sys.argv", ["demo", "--hidden-size", "64"])
+    with pytest.raises(SystemExit):
+        demo_program.main()
+
+
 @pytest.mark.slow
 def test_training_repeats_from_a_seed(short_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     for name, seed in (("b", 1), ("c", 2)):
-        make_demo_model(tmp_path / name, seed=seed, plan=SHORT)
+        make_demo_model(tmp_path / name, plan=dataclasses.replace(SHORT, seed=seed))
     directories = (short_model, tmp_path / "b", tmp_path / "c")
     first, again, other = ((directory / "model.safetensors").read_bytes() for directory in directories)
     assert first == again
@@ -89,10 +143,50 @@ def test_the_directory_is_in_hugging_face_layout(short_model: pathlib.Path) -> N
     assert tokenizer.eos_token_id == config["eos_token_id"] == 2
 
 
-def test_a_model_in_the_cache_is_not_trained_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def cached(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """A cache in which the demo model and its head seem to be."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    path = demo_model_path()
-    assert path.parent == tmp_path
-    path.mkdir()
-    (path / "config.json").write_text("{}")
-    assert ensure_demo_model() == str(path)
+    monkeypatch.chdir(tmp_path)
+    for path in (demo_model_path(), demo_head_path()):
+        path.mkdir()
+        (path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def test_a_model_in_the_cache_is_not_trained_again(cached: pathlib.Path) -> None:
+    assert ensure_demo_model() == str(demo_model_path())
+    assert ensure_demo_head() == str(demo_head_path())
+    assert {demo_model_path().parent, demo_head_path().parent} == {cached}
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (None, None),
+        ({"method": "eagle"}, {"method": "eagle", "model": "HEAD", "num_speculative_tokens": 3}),
+        (
+            {"method": "eagle", "num_speculative_tokens": 2},
+            {"method": "eagle", "model": "HEAD", "num_speculative_tokens": 2},
+        ),
+        ({"method": "eagle", "model": "mine"}, {"method": "eagle", "model": "mine"}),
+        ({"method": "ngram"}, {"method": "ngram"}),
+    ],
+)
+@pytest.mark.usefixtures("cached")
+def test_the_demo_model_brings_its_head(given: dict[str, Any] | None, found: dict[str, Any] | None) -> None:
+    """Unless another one is named."""
+    if found is not None and found.get("model") == "HEAD":
+        found = found | {"model": str(demo_head_path())}
+    args = with_demo_model(EngineArgs(model="demo", speculative_config=given))
+    assert (args.model, args.served_model_name) == (str(demo_model_path()), ["demo"])
+    assert args.speculative_config == found
+
+
+def test_other_models_stay_as_they_are(cached: pathlib.Path) -> None:
+    """So does a directory of the demo model's name."""
+    args = EngineArgs(model="another", speculative_config={"method": "eagle"})
+    assert with_demo_model(args) is args
+    (cached / "demo").mkdir()
+    args = EngineArgs(model="demo")
+    assert with_demo_model(args) is args

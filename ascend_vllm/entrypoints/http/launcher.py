@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import ascend_vllm
 from ascend_vllm.args.tables.server import HttpArgs
 from ascend_vllm.engine.core_process import make_core_processes
-from ascend_vllm.entrypoints.demo_model import DEMO_MODEL_NAME, ensure_demo_model
+from ascend_vllm.entrypoints.demo_model import is_demo, with_demo_model
 from ascend_vllm.entrypoints.http import tls
 from ascend_vllm.entrypoints.http.start_page import base_url, changed_flags, start_page
 from ascend_vllm.entrypoints.http.stop_signals import StopSignals
@@ -177,11 +177,10 @@ def serve(program: Program) -> int:
         with stop.raising():
             from ascend_vllm.entrypoints.node import become_node
 
-            become_node(_with_model(program.engine_args))
+            become_node(with_demo_model(program.engine_args))
     with stop.raising(), _bound(http_args) as sock:
-        is_demo = _is_demo(program.engine_args)
-        engine_args = _with_model(program.engine_args)
-        example = program.demo_example if is_demo else None
+        example = program.demo_example if is_demo(program.engine_args) else None
+        engine_args = with_demo_model(program.engine_args)
         if program.api_server_count > 1:
             from ascend_vllm.entrypoints.http.api_processes import serve_by_processes
 
@@ -213,15 +212,6 @@ def serve(program: Program) -> int:
         finally:
             stop.hold_back()
             engine.shutdown()
-
-
-def _is_demo(args: EngineArgs) -> bool:
-    return args.model == DEMO_MODEL_NAME and not pathlib.Path(DEMO_MODEL_NAME).is_dir()
-
-
-def _with_model(args: EngineArgs) -> EngineArgs:
-    """The arguments; if they name the demo model, with its directory, which is made if it is missing."""
-    return args.with_model_directory(ensure_demo_model()) if _is_demo(args) else args
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.engine.input_processor import PromptType, TokensPrompt
 from ascend_vllm.engine.llm_engine import LLMEngine
 from ascend_vllm.engine.tokenization import Tokenizer
-from ascend_vllm.entrypoints.demo_model import DEMO_MODEL_NAME, ensure_demo_model
+from ascend_vllm.entrypoints.demo_model import with_demo_model
 from ascend_vllm.entrypoints.offline.arguments import adapters_of, without_defaults
 from ascend_vllm.entrypoints.offline.guided_options import with_guided_options
 from ascend_vllm.entrypoints.offline.inputs import Messages, Prompts, collect_prompts
@@ -100,9 +100,9 @@ class LLM(PoolingMethods):
         # all arguments that are fields of `EngineArgs`
         settings = {name: value for name, value in locals().items() if name in EngineArgs.__dataclass_fields__}
         kwargs.setdefault("disable_log_stats", True)
-        args = EngineArgs(**settings | without_defaults(kwargs) | {"enforce_eager": bool(enforce_eager)})
-        if model == DEMO_MODEL_NAME:
-            args = args.with_model_directory(ensure_demo_model())
+        args = with_demo_model(
+            EngineArgs(**settings | without_defaults(kwargs) | {"enforce_eager": bool(enforce_eager)})
+        )
         self._chat_template = load_chat_template(chat_template)
         self._request_ids = itertools.count()
         # outputs of `enqueue`d requests that finished during another call's steps

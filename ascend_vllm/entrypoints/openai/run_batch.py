@@ -26,7 +26,7 @@ import tqdm
 from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.args.parser import FlexibleArgumentParser
 from ascend_vllm.args.tables.server import FrontendArgs
-from ascend_vllm.entrypoints.demo_model import DEMO_MODEL_NAME, ensure_demo_model
+from ascend_vllm.entrypoints.demo_model import with_demo_model
 from ascend_vllm.entrypoints.http import launcher
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
@@ -179,9 +179,7 @@ async def _run(args: argparse.Namespace) -> int:
         args.output_file.touch()
     except OSError as error:
         raise ConfigError(f"--output-file {args.output_file} cannot be written: {error}") from error
-    engine_args = EngineArgs.from_cli_args(args)
-    if engine_args.model == DEMO_MODEL_NAME and not pathlib.Path(DEMO_MODEL_NAME).is_dir():
-        engine_args = engine_args.with_model_directory(ensure_demo_model())
+    engine_args = with_demo_model(EngineArgs.from_cli_args(args))
 
     from ascend_vllm.engine.async_llm import AsyncLLM
     from ascend_vllm.entrypoints.openai.app import build_app

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.args.parser import FlexibleArgumentParser
 from ascend_vllm.engine.tokenizer_extension import tokenizer_of
-from ascend_vllm.entrypoints.demo_model import DEMO_MODEL_NAME, ensure_demo_model
+from ascend_vllm.entrypoints.demo_model import with_demo_model
 from ascend_vllm.entrypoints.interrupts import ending_at_once
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.tools.bench.datasets import (
@@ -198,9 +198,7 @@ def _profiled(llm: LLM, wanted: bool) -> Iterator[None]:
 def _make_llm(args: argparse.Namespace) -> LLM:
     from ascend_vllm.entrypoints.offline.llm import LLM
 
-    engine_args = EngineArgs.from_cli_args(args)
-    if engine_args.model == DEMO_MODEL_NAME and not pathlib.Path(DEMO_MODEL_NAME).is_dir():
-        engine_args = engine_args.with_model_directory(ensure_demo_model())
+    engine_args = with_demo_model(EngineArgs.from_cli_args(args))
     return LLM(**{field.name: getattr(engine_args, field.name) for field in dataclasses.fields(engine_args)})
 
 

@@ -109,26 +109,34 @@ def _write_configs(directory: pathlib.Path, shape: DemoShape, vocab_size: int) -
     )
 
 
-def make_demo_model(output: pathlib.Path, *, seed: int = 0, plan: TrainingPlan | None = None) -> None:
-    """Trains the demo model and writes its directory, all or nothing.
+def make_demo_model(
+    output: pathlib.Path, *, shape: DemoShape | None = None, plan: TrainingPlan | None = None
+) -> None:
+    """Trains the demo model, or one of another size, and writes its directory, all or nothing.
+
+    What an interrupted training goes on from is kept beside the directory.
 
     Args:
         output: directory to make; one that is there is replaced.
-        seed: of weights and order; the same seed gives the same bytes on the same machine.
-        plan: how long to train; default: TrainingPlan's.
+        shape: sizes; default: the demo model's. The vocabulary may become smaller: there are only so many texts.
+        plan: how long to train, and the seed: the same one gives the same bytes on the same machine; default:
+            TrainingPlan's.
+
+    Raises:
+        ConfigError: an interrupted training of another kind is kept there.
     """
-    plan = dataclasses.replace(plan or TrainingPlan(), seed=seed)
+    plan = plan or TrainingPlan()
     # two threads whatever the machine: sums in another order would give other weights
     torch.set_num_threads(2)
-    conversations = build_conversations(seed)
-    shape = DemoShape()
+    conversations = build_conversations(plan.seed)
+    shape = shape or DemoShape()
     tokenizer = train_tokenizer(conversations, shape.vocab_size)
     shape = dataclasses.replace(shape, vocab_size=tokenizer.get_vocab_size())
     samples = [_to_sample(conversation, tokenizer) for conversation in conversations]
-    samples += [_passage_sample(passage, tokenizer) for passage in build_passages(seed)]
-    weights = train(samples, shape, plan)
-
+    samples += [_passage_sample(passage, tokenizer) for passage in build_passages(plan.seed)]
     output.parent.mkdir(parents=True, exist_ok=True)
+    weights = train(samples, shape, plan, output.with_name(f".{output.name}.training.pt"))
+
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".demo-") as scratch:
         directory = pathlib.Path(scratch) / "model"
         directory.mkdir()

@@ -9,13 +9,22 @@ Letters: B samples of a step, T tokens of a sample, H hidden size, N heads, D he
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import math
+import pathlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import nn
 from tqdm import tqdm
+
+from ascend_vllm.logger import init_logger
+from ascend_vllm.tools.training_progress import TrainingProgress
+
+logger = init_logger("ascend_vllm.tools.demo")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +37,14 @@ class DemoShape:
     num_layers: int = 5
     num_heads: int = 4
     num_kv_heads: int = 2
-    head_size: int = 32
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 2048
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head."""
+        return self.hidden_size // self.num_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,16 +256,22 @@ def _optimizers(model: DemoModel, plan: TrainingPlan) -> list[torch.optim.Optimi
     ]
 
 
-def train(samples: Sequence[Sample], shape: DemoShape, plan: TrainingPlan) -> dict[str, torch.Tensor]:
-    """Trains a model from scratch.
+def train(
+    samples: Sequence[Sample], shape: DemoShape, plan: TrainingPlan, progress_path: pathlib.Path
+) -> dict[str, torch.Tensor]:
+    """Trains a model from scratch, or goes on where a training was interrupted.
 
     Args:
         samples: conversations to learn by heart; each shorter than shape.max_position_embeddings.
         shape: sizes of the model.
         plan: steps, rates, seed; the same plan gives the same weights on the same machine.
+        progress_path: file for what an interrupted training goes on from.
 
     Returns:
         Hugging Face's parameter names → bfloat16 tensors; the embedding serves as LM head too.
+
+    Raises:
+        ConfigError: the file is of another training.
     """
     torch.manual_seed(plan.seed)
     model = DemoModel(shape)
@@ -261,14 +280,36 @@ def train(samples: Sequence[Sample], shape: DemoShape, plan: TrainingPlan) -> di
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, plan))
         for optimizer in optimizers
     ]
-    progress = tqdm(range(plan.num_steps), desc="Training the demo model", unit="step", mininterval=0.5)
-    for _, batch in zip(progress, _batches(samples, plan), strict=False):
-        loss = model.loss(*_collate(batch))
-        model.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            schedule.step()
-        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+    stateful: list[Any] = [model, *optimizers, *schedules]
+    num_tokens = sum(len(sample.token_ids) for sample in samples)
+    settings = json.dumps([dataclasses.asdict(shape), dataclasses.asdict(plan), len(samples), num_tokens])
+    progress = TrainingProgress(progress_path, settings)
+    num_done = 0
+    if kept := progress.load(torch.device("cpu")):
+        num_done = kept["num_done"]
+        for part, state in zip(stateful, kept["parts"], strict=True):
+            part.load_state_dict(state)
+        logger.info("Going on after %d of %d steps", num_done, plan.num_steps)
+
+    def save() -> None:
+        progress.save({"num_done": num_done, "parts": [part.state_dict() for part in stateful]})
+
+    bar = tqdm(total=plan.num_steps, initial=num_done, desc="Training the demo model", unit="step", mininterval=0.5)
+    try:
+        for batch in itertools.islice(_batches(samples, plan), num_done, plan.num_steps):
+            loss = model.loss(*_collate(batch))
+            model.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer, schedule in zip(optimizers, schedules, strict=True):
+                optimizer.step()
+                schedule.step()
+            num_done += 1
+            bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+            bar.update()
+            if progress.is_due:
+                save()
+    finally:
+        bar.close()
+    progress.remove()
     return {name: parameter.detach().to(torch.bfloat16) for name, parameter in model.named_parameters()}

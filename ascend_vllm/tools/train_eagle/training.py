@@ -6,21 +6,18 @@ import dataclasses
 import json
 import math
 import pathlib
-import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 from tqdm import tqdm
 
-from ascend_vllm.errors import ConfigError
 from ascend_vllm.logger import init_logger
-from ascend_vllm.model_files import one_line
 from ascend_vllm.tools.train_eagle.data import Sample
 from ascend_vllm.tools.train_eagle.head import HeadShape, TargetWeights, TrainedHead, head_config, losses
 from ascend_vllm.tools.train_eagle.states import StateReader
+from ascend_vllm.tools.training_progress import TrainingProgress
 
 logger = init_logger("ascend_vllm.tools.train_eagle")
 
@@ -149,8 +146,8 @@ class Trainer:
         # of the last step
         self.accuracy = 0.0
         output.mkdir(parents=True, exist_ok=True)
-        if (output / _PROGRESS).is_file():
-            self._resume()
+        self._progress = TrainingProgress(output / _PROGRESS, self._settings(), plan.save_interval_s)
+        self._resume()
 
     def _balance_inputs(self) -> None:
         """Lets embeddings and hidden states have the same weight at the start: embeddings may be much smaller."""
@@ -164,7 +161,6 @@ class Trainer:
         progress = tqdm(
             total=self.num_steps, initial=self._num_done, desc="Training the EAGLE head", unit="step", mininterval=0.5
         )
-        last_save = time.monotonic()
         for number, batch in enumerate(_batches(self._samples, self._plan)):
             if number < self._num_done:
                 continue
@@ -173,12 +169,11 @@ class Trainer:
             progress.set_postfix(self._step(number, batch), refresh=False)
             progress.update()
             self._num_done = number + 1
-            if time.monotonic() - last_save > self._plan.save_interval_s:
+            if self._progress.is_due:
                 self.save_progress()
-                last_save = time.monotonic()
         progress.close()
         self._write()
-        (self._output / _PROGRESS).unlink(missing_ok=True)
+        self._progress.remove()
 
     def _step(self, number: int, batch: Sequence[Sample]) -> dict[str, str]:
         """One optimiser step; returns what the progress bar shows."""
@@ -213,32 +208,20 @@ class Trainer:
         return json.dumps([plan, dataclasses.asdict(self._shape), len(self._samples), texts])
 
     def save_progress(self) -> None:
-        """Keeps what is needed to go on, all or nothing."""
-        scratch = self._output / f".{_PROGRESS}.partial"
-        torch.save(
+        """Keeps what is needed to go on."""
+        self._progress.save(
             {
-                "settings": self._settings(),
                 "num_done": self._num_done,
                 "head": self.head.state_dict(),
                 "optimizer": self._optimizer.state_dict(),
                 "schedule": self._schedule.state_dict(),
-            },
-            scratch,
+            }
         )
-        scratch.replace(self._output / _PROGRESS)
 
     def _resume(self) -> None:
-        path = self._output / _PROGRESS
-        try:
-            kept: dict[str, Any] = torch.load(path, map_location=self._reader.device, weights_only=True)
-        # a broken pickle can raise anything
-        except Exception as error:
-            raise ConfigError(f"{path} cannot be read: {one_line(error)}; remove it to train anew.") from error
-        if kept["settings"] != self._settings():
-            raise ConfigError(
-                f"{path} is of a training with another model, other data or options: repeat them to go on, or remove "
-                "it to train anew."
-            )
+        kept = self._progress.load(self._reader.device)
+        if kept is None:
+            return
         self._num_done = kept["num_done"]
         self.head.load_state_dict(kept["head"])
         self._optimizer.load_state_dict(kept["optimizer"])
