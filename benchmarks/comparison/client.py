@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import itertools
 import math
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import uvloop
@@ -77,8 +77,31 @@ class Client:
         args = self._arguments(seed, num_prompts, concurrency, input_len, output_len, prefix_len)
         args.random_range_ratio = str(range_ratio)
         args.request_rate = math.inf if rate is None else rate
-        requests = sample_requests(args, self._tokenizer, seed)
+        return self._figures(args, sample_requests(args, self._tokenizer, seed))
 
+    def send(
+        self, requests: Sequence[SampleRequest], *, concurrency: int, temperature: float, seed: int, ignore_eos: bool
+    ) -> dict[str, float]:
+        """Sends given prompts.
+
+        Args:
+            requests: the prompts.
+            concurrency: as of `load`.
+            temperature: of all requests.
+            seed: of their draws.
+            ignore_eos: answers go on behind end-of-sequence tokens.
+
+        Returns:
+            As `load`.
+
+        Raises:
+            LoadError: a request failed.
+        """
+        args = self._arguments(seed, len(requests), concurrency, 1, 1, 0)
+        args.temperature, args.ignore_eos, args.extra_body = temperature, ignore_eos, {"seed": seed, "top_p": 1.0}
+        return self._figures(args, requests)
+
+    def _figures(self, args: argparse.Namespace, requests: Sequence[SampleRequest]) -> dict[str, float]:
         async def send() -> Run:
             client = make_client(args)
             try:

@@ -213,14 +213,17 @@ class Server:
         """The version from /version."""
         return str(json.loads(self._get("/version")[1])["version"])
 
+    def metrics(self) -> str:
+        """The text of /metrics."""
+        return self._get("/metrics")[1]
+
     def kv_cache_tokens(self) -> int:
         """Size of the KV cache in tokens, from the server's metrics.
 
         Raises:
             ServerError: it is not in the metrics.
         """
-        metrics = self._get("/metrics")[1]
-        line = re.search(r"^vllm:cache_config_info\{(.*)\}", metrics, re.MULTILINE)
+        line = re.search(r"^vllm:cache_config_info\{(.*)\}", self.metrics(), re.MULTILINE)
         labels = dict(re.findall(r'(\w+)="([^"]*)"', line[1] if line else ""))
         try:
             return int(labels["num_gpu_blocks"]) * int(labels["block_size"])
@@ -278,7 +281,7 @@ class Server:
         end = time.perf_counter() + timeout_s
         while time.perf_counter() < end:
             with contextlib.suppress(OSError, http.client.HTTPException):
-                text = self._get("/metrics")[1]
+                text = self.metrics()
                 if not re.search(r"^vllm:num_requests_(running|waiting)\{.*\} [^0]", text, re.MULTILINE):
                     return True
             time.sleep(_IDLE_S)
