@@ -139,7 +139,8 @@ class Scheduler:
         for field, make_kind in ROW_KINDS.items():
             if (value := getattr(message, field)) is not None:
                 request.kind = make_kind(request, value, self._max_model_len)
-        self._drafting.enrol(request, len(self.rows.running))
+        if self._drafting.max_drafts:
+            self._drafting.enrol(request, len(self.rows.running))
         try:
             if any(field(request) for field in self.connectors.fields) and not self.connectors.begin(request):
                 request.transition(RequestStatus.WAITING_FOR_CONNECTOR)

@@ -26,6 +26,7 @@ from ascend_vllm.entrypoints.openai.request_limits import check_repeated_prompts
 from ascend_vllm.entrypoints.openai.serving_settings import ServingSettings
 from ascend_vllm.errors import RequestError
 from ascend_vllm.logger import init_logger
+from ascend_vllm.lora.request import LoRARequest
 from ascend_vllm.outputs import RequestOutput
 from ascend_vllm.pooling_params import PoolingParams
 from ascend_vllm.sampling_params import SamplingParams
@@ -153,6 +154,19 @@ class ServingBase:
         if not await settings.adapters.find(self.engine, model):
             raise settings.unknown_model(model)
 
+    def adapter_of(self, model: str | None) -> LoRARequest | None:
+        """The adapter that a request names as its model; None: the model as it is.
+
+        Raises:
+            ModelNotFoundError: the name is served no longer.
+        """
+        settings = self.settings
+        if not model or model in settings.model_names:
+            return None
+        if (adapter := settings.adapters.by_name.get(model)) is None:
+            raise settings.unknown_model(model)
+        return adapter
+
     async def generate_whole(self, parts: Sequence[EngineRequest], http: Request) -> list[RequestOutput]:
         """The final outputs of engine requests, in their order."""
         generators = [self.generate(part, lambda output: output) for part in parts]
@@ -222,7 +236,7 @@ class ServingBase:
             cache_salt=part.request.cache_salt,
             trace_headers=part.headers,
             is_further=part.is_further,
-            lora_request=self.settings.adapter(part.request.model),
+            lora_request=self.adapter_of(part.request.model),
         )
         if part.params.structured_outputs is not None:
             outputs = _name_constraint(outputs, part.request.constraint_field)

@@ -225,7 +225,7 @@ class ServingPooling(ServingBase):
                     priority=request.priority,
                     cache_salt=request.cache_salt,
                     is_further=index > 0,
-                    lora_request=self.settings.adapter(request.model),
+                    lora_request=self.adapter_of(request.model),
                 )
             )
         return response_id, await run_unless_disconnected(http.receive, collect(generators))

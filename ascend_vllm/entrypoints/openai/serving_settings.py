@@ -17,7 +17,6 @@ from ascend_vllm.entrypoints.openai.request_limits import n_limit
 from ascend_vllm.entrypoints.templates.chat_template import ContentFormat
 from ascend_vllm.entrypoints.templates.pool import TemplatePool, limits_for
 from ascend_vllm.errors import ModelNotFoundError
-from ascend_vllm.lora.request import LoRARequest
 
 if TYPE_CHECKING:
     from ascend_vllm.args.tables.server import FrontendArgs
@@ -118,18 +117,6 @@ class ServingSettings:
         """The error of a request for a model that is not served."""
         aliases = ", ".join(self.model_names)
         return ModelNotFoundError(f"The model `{name}` does not exist. Valid aliases: {aliases}.", param="model")
-
-    def adapter(self, model: str | None) -> LoRARequest | None:
-        """The adapter that a request names as its model; None: the model as it is.
-
-        Raises:
-            ModelNotFoundError: the name is served no longer.
-        """
-        if not model or model in self.model_names:
-            return None
-        if (adapter := self.adapters.by_name.get(model)) is None:
-            raise self.unknown_model(model)
-        return adapter
 
 
 def _adapter_directory(config: EngineConfig) -> AdapterDirectory | None:

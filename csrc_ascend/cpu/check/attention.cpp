@@ -36,6 +36,12 @@ struct Sequences {
   int64_t slot(int64_t s, int64_t n) const { return table[s * kRowBlocks + n / kBlock] * kBlock + n % kBlock; }
 };
 
+// A value that attention weighs, and how far it may be off itself.
+struct Value {
+  double value;
+  double off = 0.0;
+};
+
 // Attention of one query row: softmax of scores(n) over keys first … last of values(n, d).
 template <class T, class Scores, class Values>
 void compare(Case& own, const T* out, int64_t width, int64_t first, int64_t last, const Scores& scores,
@@ -46,14 +52,16 @@ void compare(Case& own, const T* out, int64_t width, int64_t first, int64_t last
   for (const double score : weights) largest = std::max(largest, score);
   for (double& weight : weights) sum += weight = std::exp(weight - largest);
   for (int64_t d = 0; d < width; ++d) {
-    double value = 0.0, size = 0.0;
+    double value = 0.0, size = 0.0, off = 0.0;
     for (int64_t n = first; n <= last; ++n) {
-      const double term = weights[n - first] / sum * values(n, d);
-      value += term;
-      size += std::abs(term);
+      const double weight = weights[n - first] / sum;
+      const Value one = values(n, d);
+      value += weight * one.value;
+      size += weight * std::abs(one.value);
+      off += weight * one.off;
     }
     // weights may be rounded to the type before they are multiplied
-    own.near(out[d], value, (kRounding<T> + 64 * 0x1p-24) * size, at + d);
+    own.near(out[d], value, (kRounding<T> + 64 * 0x1p-24) * size + off, at + d);
   }
 }
 
@@ -157,7 +165,7 @@ void check_paged(int64_t heads, int64_t kv_heads, int64_t size, const Features& 
           if (features.soft_cap > 0.0f) score = features.soft_cap * std::tanh(score / features.soft_cap);
           return features.has_slopes ? score + slopes[h] * static_cast<double>(n - last) : score;
         },
-        [&](int64_t n, int64_t d) { return number(values, value_bytes, place(n) + d); }, row * size);
+        [&](int64_t n, int64_t d) { return Value{number(values, value_bytes, place(n) + d)}; }, row * size);
   }
 }
 
@@ -245,8 +253,8 @@ void check_latent(CacheFormat format) {
             return 0.1 *
                    dot(query.data() + row * width, cache.data() + sequences.slot(s, n) * width, width).value;
           },
-          [&](int64_t n, int64_t d) -> double { return to_float(cache[sequences.slot(s, n) * width + d]); },
-          row* value_width);
+          [&](int64_t n, int64_t d) { return Value{to_float(cache[sequences.slot(s, n) * width + d])}; },
+          row * value_width);
     }
   }
 }
@@ -311,11 +319,11 @@ void check_expanded(CacheFormat format) {
   expanded_attention_kernel(args);
   Case own("expanded_attention", shape_of<T>({static_cast<int64_t>(format)}));
   // keys and values are rounded to the type when they are computed
-  const auto expanded = [&](int i, int64_t h, int64_t s, int64_t n, int64_t d) -> double {
+  const auto expanded = [&](int i, int64_t h, int64_t s, int64_t n, int64_t d) -> Value {
     const int64_t outputs = i == 0 ? nope : value_width;
     const T* row = cache.data() + sequences.slot(s, n) * row_width;
-    const double value = dot(row, weights[i].data() + (h * outputs + d) * latent, latent).value;
-    return to_float(from_float<T>(static_cast<float>(value)));
+    const Dot sum = dot(row, weights[i].data() + (h * outputs + d) * latent, latent);
+    return {to_float(from_float<T>(static_cast<float>(sum.value))), sum.slack()};
   };
   for (int64_t row = 0; row < sequences.tokens * heads; ++row) {
     const int64_t t = row / heads, h = row % heads, s = sequences.sequence_of(t);
@@ -325,7 +333,7 @@ void check_expanded(CacheFormat format) {
         [&](int64_t n) {
           double score = 0.0;
           for (int64_t d = 0; d < width; ++d) {
-            const double key = d < nope ? expanded(0, h, s, n, d)
+            const double key = d < nope ? expanded(0, h, s, n, d).value
                                         : to_float(cache[sequences.slot(s, n) * row_width + latent + d - nope]);
             score += to_float(query[row * width + d]) * key;
           }

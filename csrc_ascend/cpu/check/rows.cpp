@@ -346,42 +346,69 @@ ASCEND_VLLM_CHECK(rotary_store_kv) {
   });
 }
 
+// Rows of latents and rotated keys as they are, or rounded to bytes with a scale for each of the two.
+template <class T>
+void check_store_latent(CacheFormat format, bool is_neox) {
+  const int64_t tokens = 4, heads = 3, width = 72, rotary = 24, row = width + rotary, stride = row + 5;
+  const int64_t block = 2, block_stride = block * row + 7, scale_stride = 2 * block + 3;
+  const bool has_bytes = format != CacheFormat::kSame;
+  Random random(11);
+  auto query = numbers<T>(random, tokens * heads * rotary), rows = numbers<T>(random, 3 * block_stride);
+  std::vector<uint8_t> bytes(rows.size());
+  std::vector<bfloat16> scales(3 * scale_stride);
+  const auto before = query, latent = numbers<T>(random, tokens * stride, 2.0),
+             weight = numbers<T>(random, width);
+  const auto table = cos_sin_table(9, rotary);
+  const int64_t positions[] = {8, 2, 0, 5}, slots[] = {3, -1, 0, 5};
+  const LatentCache cache{format,
+                          block,
+                          width,
+                          row,
+                          has_bytes ? static_cast<void*>(bytes.data()) : rows.data(),
+                          block_stride,
+                          has_bytes ? scales.data() : nullptr,
+                          scale_stride,
+                          1.0f};
+  store_latent_kernel({kDType<T>, positions, query.data(), heads * rotary, rotary, latent.data(), stride,
+                       weight.data(), table.data(), cache, slots, tokens, heads, width, rotary, 1e-6f,
+                       is_neox});
+  Case own("store_latent", shape_of<T>({is_neox, static_cast<int64_t>(format)}));
+  for (int64_t i = 0; i < tokens * heads * rotary; ++i) {
+    const auto [want, terms] =
+        rotated(before.data() + i / rotary * rotary, table.data() + positions[i / (heads * rotary)] * rotary,
+                rotary, is_neox, i % rotary);
+    own.near(query[i], want, 4 * kSingle * terms, i);
+  }
+  for (int64_t i = 0; i < tokens * row; ++i) {
+    const int64_t t = i / row, d = i % row;
+    if (slots[t] < 0) continue;
+    const T* x = latent.data() + t * stride;
+    double want = 0.0, slack = 0.0;
+    if (d < width) {
+      want = to_float(x[d]) * inverse_rms(x, width, 1e-6) * to_float(weight[d]);
+      slack = (8 * kSingle + kRounding<T>)*std::abs(want);
+    } else {
+      const auto [value, terms] =
+          rotated(x + width, table.data() + positions[t] * rotary, rotary, is_neox, d - width);
+      want = value;
+      slack = 4 * kSingle * terms;
+    }
+    const int64_t at = slots[t] / block * block_stride + slots[t] % block * row + d;
+    if (!has_bytes) {
+      own.near(rows[at], want, slack, i);
+      continue;
+    }
+    // the scale is rounded up, so that no number is cut off: a byte is off by half a step
+    const float scale = to_float(scales[slots[t] / block * scale_stride + slots[t] % block * 2 + (d >= width)]);
+    own.near(byte_number(format, bytes[at]) * scale, want,
+             0.501 * scale + slack + kRounding<T> * std::abs(want), i);
+  }
+}
+
 ASCEND_VLLM_CHECK(store_latent) {
   for_dtypes([](auto tag) {
-    using T = decltype(tag);
-    for (const bool is_neox : {true, false}) {
-      const int64_t tokens = 4, heads = 3, width = 72, rotary = 24, row = width + rotary, stride = row + 5;
-      Random random(11);
-      auto query = numbers<T>(random, tokens * heads * rotary), cache = numbers<T>(random, 6 * row);
-      const auto before = query, latent = numbers<T>(random, tokens * stride, 2.0),
-                 weight = numbers<T>(random, width);
-      const auto table = cos_sin_table(9, rotary);
-      const int64_t positions[] = {8, 2, 0, 5}, slots[] = {3, -1, 0, 5};
-      store_latent_kernel({kDType<T>, positions, query.data(), heads * rotary, rotary, latent.data(), stride,
-                           weight.data(), table.data(), cache.data(), slots, tokens, heads, width, rotary,
-                           1e-6f, is_neox});
-      Case own("store_latent", shape_of<T>({is_neox}));
-      for (int64_t i = 0; i < tokens * heads * rotary; ++i) {
-        const auto [want, terms] =
-            rotated(before.data() + i / rotary * rotary,
-                    table.data() + positions[i / (heads * rotary)] * rotary, rotary, is_neox, i % rotary);
-        own.near(query[i], want, 4 * kSingle * terms, i);
-      }
-      for (int64_t i = 0; i < tokens * row; ++i) {
-        const int64_t t = i / row, d = i % row;
-        if (slots[t] < 0) continue;
-        const T got = cache[slots[t] * row + d];
-        const T* x = latent.data() + t * stride;
-        if (d < width) {
-          const double want = to_float(x[d]) * inverse_rms(x, width, 1e-6) * to_float(weight[d]);
-          own.near(got, want, (8 * kSingle + kRounding<T>)*std::abs(want), i);
-          continue;
-        }
-        const auto [want, terms] =
-            rotated(x + width, table.data() + positions[t] * rotary, rotary, is_neox, d - width);
-        own.near(got, want, 4 * kSingle * terms, i);
-      }
-    }
+    for (const CacheFormat format : {CacheFormat::kSame, CacheFormat::kInt8})
+      for (const bool is_neox : {true, false}) check_store_latent<decltype(tag)>(format, is_neox);
   });
 }
 

@@ -37,12 +37,18 @@ ASCEND_VLLM_KERNEL(store_latent, StoreLatentArgs)
 namespace ascend_vllm {
 namespace {
 
+// Element of the cache's rows at which a token's row begins.
+inline int64_t latent_place(const LatentCache& cache, int64_t slot) {
+  return slot / cache.block_size * cache.block_stride + slot % cache.block_size * cache.row_width;
+}
+
 template <class T>
 inline void write_latent(const LatentCache& cache, int64_t slot, const T* row) {
-  const int64_t block = slot / cache.block_size, offset = slot % cache.block_size;
-  const int64_t at = block * cache.block_stride + offset * cache.row_width, width = cache.latent_width;
-  bfloat16* scales =
-      cache.scales == nullptr ? nullptr : cache.scales + block * cache.scale_block_stride + 2 * offset;
+  const int64_t at = latent_place(cache, slot), width = cache.latent_width;
+  bfloat16* scales = nullptr;
+  if (cache.scales != nullptr) {
+    scales = cache.scales + slot / cache.block_size * cache.scale_block_stride + 2 * (slot % cache.block_size);
+  }
   write_numbers(cache.format, row, width, cache.rows, at, scales, cache.scale);
   write_numbers(cache.format, row + width, cache.row_width - width, cache.rows, at + width,
                 scales == nullptr ? nullptr : scales + 1, cache.scale);
@@ -62,7 +68,7 @@ void store_latent(const StoreLatentArgs& a) {
       }
       if (a.slots[t] < 0) continue;
       const T* latent = static_cast<const T*>(a.latent) + t * a.latent_stride;
-      T* to = is_bytes ? row : static_cast<T*>(a.cache.rows) + a.slots[t] * a.cache.row_width;
+      T* to = is_bytes ? row : static_cast<T*>(a.cache.rows) + latent_place(a.cache, a.slots[t]);
       const float factor = inverse_rms(sum_of_squares(latent, a.width), a.width, a.epsilon);
       scale_row(latent, to, static_cast<const T*>(a.weight), factor, a.width);
       rotate_pairs(to + a.width, latent + a.width, cos_sin, half, a.is_neox);
