@@ -44,7 +44,8 @@ help:
 	@echo "make test-clients  run other people's clients, each in an environment of its own (gigabytes)"
 	@echo "make test-quantizers  serve checkpoints that other people's tools quantize, each in an environment of its own"
 	@echo "make test-asan  run the kernels' tests with AddressSanitizer and UBSan;  make test-tsan  those of threads with TSan"
-	@echo "make test-arm   run the kernels' checks as an Arm processor, by qemu-user (g++-aarch64-linux-gnu)"
+	@echo "make test-arm   run the kernels' checks as an Arm processor, by qemu-user (g++-aarch64-linux-gnu), and import"
+	@echo "                the package by Debian's Python for arm64 (downloads 300 MB into build/arm)"
 	@echo "make bench-gate  is the working tree slower than a commit (BASE=COMMIT; default: where it left main)?"
 	@echo "make lint    ruff, mypy and clang-format"
 	@echo "make format  let ruff and clang-format rewrite the sources"
@@ -101,9 +102,10 @@ QUANTIZERS := $(patsubst tests/quantizers/%/requirements.txt,%,$(wildcard tests/
 test-quantizers: build $(STAMPS)/test $(QUANTIZERS:%=$(STAMPS)/quantizer-%)
 	$(PY) -m pytest -n 0 tests/quantizers/all_quantizers.py $(ARGS)
 
-# with every set, those of NEON and scalar
+# with every set, those of NEON and scalar; then the Python package, by Debian's Python for arm64
 test-arm: build $(STAMPS)/test
 	$(PY) -m pytest -n 0 --all tests/ops/test_kernels_on_arm.py $(ARGS)
+	$(PY) scripts/check_arm_package.py
 
 # Kernels that check themselves, in a copy of the tree: the package's own library stays as it is. The sanitizer's runtime
 # library comes first in every process that the tests start, and libstdc++ beside it, which it needs for exceptions.
