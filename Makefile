@@ -35,10 +35,11 @@ PYTEST_NPU = $(PY) -m ascend_vllm.entrypoints.cli sim-run $(SIM_FLAGS) -- $(PYTE
 SIM_FLAGS ?= --devices 2 --memory 1073741824 --sync-timeout 5
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-clients test-quantizers test-fast test-cpu test-npu test-arm test-asan test-tsan bench-gate lint format build clients npu sim docs clean distclean
+.PHONY: help serve demo-adapter test test-all test-clients test-quantizers test-fast test-cpu test-npu test-arm test-asan test-tsan bench-gate lint format build clients npu sim docs clean distclean
 
 help:
 	@echo "make serve   start the server on http://$(HOST):$(PORT) with the demo model"
+	@echo "make demo-adapter   train a LoRA adapter of the demo model, and print its directory (docs/lora.md)"
 	@echo "make test    run the tests;  make test-cpu, make test-npu  run those on the CPU, those on simulated NPUs"
 	@echo "make test-all   run them with every combination (pytest --all);  make test-fast  run those of small parts"
 	@echo "make test-clients  run other people's clients, each in an environment of its own (gigabytes)"
@@ -65,6 +66,10 @@ serve: build
 	@echo "or open http://$(HOST):$(PORT)/ui in a browser."
 	@echo
 	@exec $(PY) -m ascend_vllm.entrypoints.openai.api_server --model $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+
+# the demo model, too, unless it is there
+demo-adapter: build
+	$(PY) -m ascend_vllm.tools.demo.adapter
 
 # Both suites run, so that one round shows every failure. With ARGS a suite may have no test left (exit code 5).
 # --all, of test-all: every combination. The digest says what the simulator's own tests have passed with.

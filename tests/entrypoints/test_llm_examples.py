@@ -14,6 +14,7 @@ import sys
 import pytest
 
 from tests.benchmark_modules import run_here
+from tests.lora_adapters import Adapter, write_adapter
 from tests.server import ROOT, Server
 from tests.tiny_models import tiny_model
 
@@ -57,6 +58,14 @@ def test_offline_example(name: str, arguments: list[str], expected: str, tmp_pat
     stdout, stderr = run_here(f"examples/{name}", *words, directory=tmp_path)
     assert re.search(expected, stdout)
     assert "Processed prompts: 100%" in stderr
+
+
+def test_example_of_an_adapter(tmp_path: pathlib.Path) -> None:
+    model = tiny_model("qwen2-tied")
+    words = ["--model", model, "--adapter", write_adapter(tmp_path / "adapter", model, Adapter("voice", rank=32))]
+    stdout, _ = run_here("examples/offline_lora.py", *words, "--max-tokens", "20", "Is it?", directory=tmp_path)
+    found = re.fullmatch(r"(?s)User: Is it\?\nModel: (.*)\nAdapter: (.*)\n\n", stdout)
+    assert found and found[1] != found[2]
 
 
 def test_example_of_embeddings(tmp_path: pathlib.Path) -> None:

@@ -111,6 +111,7 @@ def test_make_knows_its_targets() -> None:
     shown = subprocess.run(["make", "-n", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
     for target in (
         "serve",
+        "demo-adapter",
         "test",
         "test-all",
         "test-clients",

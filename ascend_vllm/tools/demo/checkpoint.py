@@ -51,7 +51,8 @@ def train_tokenizer(conversations: Sequence[Conversation], vocab_size: int) -> T
     return tokenizer
 
 
-def _to_sample(conversation: Conversation, tokenizer: Tokenizer) -> Sample:
+def to_sample(conversation: Conversation, tokenizer: Tokenizer) -> Sample:
+    """A conversation's tokens, of which the last answer's are to be learned."""
     *context, answer = conversation.turns
     prompt = "".join(f"{TURN_START}{turn.role}\n{turn.text}{TURN_END}\n" for turn in context)
     prompt_ids = tokenizer.encode(f"{prompt}{TURN_START}assistant\n").ids
@@ -64,12 +65,13 @@ def _passage_sample(passage: Passage, tokenizer: Tokenizer) -> Sample:
     return Sample(prompt_ids + tokenizer.encode(f"{passage.text}{END_OF_TEXT}").ids, max(1, len(prompt_ids)))
 
 
-def _write_json(path: pathlib.Path, content: dict[str, object]) -> None:
+def write_json(path: pathlib.Path, content: dict[str, object]) -> None:
+    """Writes a file of the model's directory."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_configs(directory: pathlib.Path, shape: DemoShape, vocab_size: int) -> None:
-    _write_json(
+    write_json(
         directory / "config.json",
         {
             "architectures": ["Qwen2ForCausalLM"],
@@ -91,11 +93,11 @@ def _write_configs(directory: pathlib.Path, shape: DemoShape, vocab_size: int) -
             "torch_dtype": "bfloat16",
         },
     )
-    _write_json(
+    write_json(
         directory / "generation_config.json",
         {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "eos_token_id": [2, 0], "pad_token_id": 0},
     )
-    _write_json(
+    write_json(
         directory / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -132,7 +134,7 @@ def make_demo_model(
     shape = shape or DemoShape()
     tokenizer = train_tokenizer(conversations, shape.vocab_size)
     shape = dataclasses.replace(shape, vocab_size=tokenizer.get_vocab_size())
-    samples = [_to_sample(conversation, tokenizer) for conversation in conversations]
+    samples = [to_sample(conversation, tokenizer) for conversation in conversations]
     samples += [_passage_sample(passage, tokenizer) for passage in build_passages(plan.seed)]
     output.parent.mkdir(parents=True, exist_ok=True)
     weights = train(samples, shape, plan, output.with_name(f".{output.name}.training.pt"))

@@ -178,7 +178,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def _batches(samples: Sequence[Sample], plan: TrainingPlan) -> Iterator[list[Sample]]:
+def batches(samples: Sequence[Sample], plan: TrainingPlan) -> Iterator[list[Sample]]:
     """Endless batches of samples of similar length, in an order drawn from the plan's seed."""
     generator = torch.Generator().manual_seed(plan.seed)
     while True:
@@ -195,7 +195,8 @@ def _batches(samples: Sequence[Sample], plan: TrainingPlan) -> Iterator[list[Sam
             yield batches[place]
 
 
-def _collate(batch: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+def collate(batch: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [B, T] int64, padded with 0, and [B, T] bool, which of them are to be learned."""
     length = max(len(sample.token_ids) for sample in batch)
     token_ids = torch.zeros(len(batch), length, dtype=torch.int64)
     learned = torch.zeros(len(batch), length, dtype=torch.bool)
@@ -205,7 +206,8 @@ def _collate(batch: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     return token_ids, learned
 
 
-def _learning_rate_factor(step: int, plan: TrainingPlan) -> float:
+def learning_rate_factor(step: int, plan: TrainingPlan) -> float:
+    """Share of the highest learning rate: a linear warm-up, then a cosine."""
     if step < plan.warmup_steps:
         return (step + 1) / plan.warmup_steps
     done = (step - plan.warmup_steps) / max(1, plan.num_steps - plan.warmup_steps)
@@ -277,7 +279,7 @@ def train(
     model = DemoModel(shape)
     optimizers = _optimizers(model, plan)
     schedules = [
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, plan))
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, plan))
         for optimizer in optimizers
     ]
     stateful: list[Any] = [model, *optimizers, *schedules]
@@ -296,8 +298,8 @@ def train(
 
     bar = tqdm(total=plan.num_steps, initial=num_done, desc="Training the demo model", unit="step", mininterval=0.5)
     try:
-        for batch in itertools.islice(_batches(samples, plan), num_done, plan.num_steps):
-            loss = model.loss(*_collate(batch))
+        for batch in itertools.islice(batches(samples, plan), num_done, plan.num_steps):
+            loss = model.loss(*collate(batch))
             model.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
