@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
 import math
-from collections.abc import Coroutine, Sequence
+import time
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import uvloop
@@ -14,6 +16,7 @@ import uvloop
 from ascend_vllm.args.parser import FlexibleArgumentParser
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.tools.bench.datasets import SampleRequest, apply_general_lengths, sample_requests
+from ascend_vllm.tools.bench.http_client import HttpClient, HttpError
 from ascend_vllm.tools.bench.load import LoadGenerator, Run, make_client
 from ascend_vllm.tools.bench.metrics import Outcome, figures
 from ascend_vllm.tools.bench.serve import add_arguments
@@ -55,6 +58,7 @@ class Client:
         prefix_len: int = 0,
         range_ratio: float = 0.0,
         rate: float | None = None,
+        adapters: Sequence[str] = (),
     ) -> dict[str, float]:
         """Sends random prompts. The same seed makes the same prompts, and sends them at the same times.
 
@@ -67,6 +71,7 @@ class Client:
             prefix_len: tokens that all prompts share.
             range_ratio: by how much of itself each of the two lengths may be smaller or larger, below 1.
             rate: requests per second, which arrive as a Poisson process; None: as soon as they may.
+            adapters: names of LoRA adapters that the requests ask for by turns; empty: the model as it is.
 
         Returns:
             the figures of `ascend-vllm bench serve`.
@@ -77,6 +82,7 @@ class Client:
         args = self._arguments(seed, num_prompts, concurrency, input_len, output_len, prefix_len)
         args.random_range_ratio = str(range_ratio)
         args.request_rate = math.inf if rate is None else rate
+        args.lora_modules, args.lora_assignment = list(adapters), "round-robin"
         return self._figures(args, sample_requests(args, self._tokenizer, seed))
 
     def send(
@@ -155,6 +161,70 @@ class Client:
             raise LoadError("Each answer came as a whole, so there are no gaps to see; ask for more tokens.")
         return gaps, [outcome.ttft for outcome in arrived]
 
+    def loading(
+        self, *, seed: int, streams: int, input_len: int, output_len: int, adapters: Mapping[str, str], apart_s: float
+    ) -> tuple[list[float], list[float]]:
+        """Streams answers of the model as it is, and meanwhile loads adapters and asks each for a token.
+
+        When the answers end before everything is loaded, the same ones are streamed again.
+
+        Args:
+            seed: of the prompts.
+            streams: how many answers are streamed.
+            input_len: tokens of their prompts.
+            output_len: tokens of these answers.
+            adapters: directories of the adapters by the names that they get; unloaded again at the end.
+            apart_s: seconds before the first of them and between them, so that there are gaps without loading, too.
+
+        Returns:
+            seconds between tokens of the streams: while nothing was loaded, and while something was.
+
+        Raises:
+            LoadError: a request failed, or there are no gaps.
+        """
+        args = self._arguments(seed, streams, streams, input_len, output_len, 0)
+        requests = sample_requests(args, self._tokenizer, seed)
+
+        async def stream(generator: LoadGenerator, loaded: asyncio.Event) -> list[Outcome]:
+            outcomes: list[Outcome] = []
+            while not loaded.is_set():
+                outcomes += (await generator.run(requests)).outcomes
+            return outcomes
+
+        async def send() -> tuple[list[Outcome], list[tuple[float, float]]]:
+            client, loaded = make_client(args), asyncio.Event()
+            try:
+                generator = LoadGenerator(args, client, self._model_name, self._tokenizer)
+                streaming = asyncio.create_task(stream(generator, loaded))
+                await asyncio.sleep(apart_s)
+                spans = []
+                for name, directory in adapters.items():
+                    start = time.perf_counter()
+                    await _post(client, "/v1/load_lora_adapter", lora_name=name, lora_path=directory)
+                    await _post(client, "/v1/completions", model=name, prompt=[1], max_tokens=1)
+                    spans.append((start, time.perf_counter()))
+                    await asyncio.sleep(apart_s)
+                loaded.set()
+                outcomes = await streaming
+                for name in adapters:
+                    await _post(client, "/v1/unload_lora_adapter", lora_name=name)
+                return outcomes, spans
+            finally:
+                client.close()
+
+        outcomes, spans = _run(send())
+        _check(outcomes)
+        usual, loading = [], []
+        for outcome in outcomes:
+            # the first gaps may have other streams' prompts in them
+            moments = [moment for moment in outcome.moments if moment > spans[0][0] - apart_s / 2]
+            for before, after in itertools.pairwise(moments):
+                is_during = any(before < end and after > start for start, end in spans)
+                (loading if is_during else usual).append(after - before)
+        if not usual or not loading:
+            raise LoadError("There are no gaps between tokens to see; ask for more tokens.")
+        return usual, loading
+
     def _arguments(
         self, seed: int, num_prompts: int, concurrency: int | None, input_len: int, output_len: int, prefix_len: int
     ) -> argparse.Namespace:
@@ -167,6 +237,18 @@ class Client:
         args = self._parser.parse_args(words)
         apply_general_lengths(args)
         return args
+
+
+async def _post(client: HttpClient, path: str, **body: Any) -> None:
+    """Sends a request whose answer does not matter.
+
+    Raises:
+        LoadError: the server refused it.
+    """
+    try:
+        await client.post(path, json.dumps(body).encode())
+    except HttpError as error:
+        raise LoadError(f"{path}: {error}") from error
 
 
 async def _until_done(

@@ -148,6 +148,11 @@ def _unpacked(name: str, entry: dict[str, Any]) -> list[int]:
     return [*rows, width * 8 if name.endswith("weight_packed") else width]
 
 
+def shapes_of(model_dir: str) -> dict[str, list[int]]:
+    """The shapes of all tensors in the safetensors files, by their names."""
+    return {name: entry["shape"] for name, entry in _tensor_entries(model_dir).items()}
+
+
 def _tensor_entries(model_dir: str) -> dict[str, dict[str, Any]]:
     """The entries of all tensors in the headers of the safetensors files."""
     files = _weight_files(model_dir)
