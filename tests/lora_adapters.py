@@ -39,6 +39,9 @@ class Adapter:
         ranks: `rank_pattern`.
         alphas: `alpha_pattern`.
         as_torch: written as `adapter_model.bin`.
+        added: tokens that it adds to the vocabulary.
+        as_copies: their vectors are at the end of copies of the embedding and the head, as PEFT writes them, and not
+            in `new_embeddings.safetensors`.
     """
 
     name: str
@@ -50,6 +53,8 @@ class Adapter:
     ranks: dict[str, int] = dataclasses.field(default_factory=dict)
     alphas: dict[str, float] = dataclasses.field(default_factory=dict)
     as_torch: bool = False
+    added: int = 0
+    as_copies: bool = False
 
     def rank_of(self, module: str) -> int:
         """The rank of a module's matrices."""
@@ -88,6 +93,7 @@ def write_adapter(directory: pathlib.Path, model: str, adapter: Adapter, size: f
         is_table = module.endswith("embed_tokens")
         # an embedding's inputs are the tokens
         rank, (outputs, inputs) = adapter.rank_of(module), weight.T.shape if is_table else weight.shape
+        inputs, outputs = inputs + is_table * adapter.added, outputs + module.endswith("lm_head") * adapter.added
         ending = "lora_embedding_{}" if is_table else "lora_{}.weight"
         for matrix, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
             drawn = torch.randn(*shape, generator=generator) / math.sqrt(shape[1])
@@ -95,11 +101,57 @@ def write_adapter(directory: pathlib.Path, model: str, adapter: Adapter, size: f
                 1.0 if matrix == "A" else size * weight.std().item() * math.sqrt(inputs) / adapter.scale_of(module)
             )
             tensors[f"base_model.model.{module}.{ending.format(matrix)}"] = drawn * factor
+    if adapter.added:
+        _write_added(directory, model, adapter, tensors, generator)
     if adapter.as_torch:
         torch.save(tensors, directory / "adapter_model.bin")
     else:
         save_file(tensors, directory / "adapter_model.safetensors")
     return str(directory)
+
+
+def _write_added(
+    directory: pathlib.Path,
+    model: str,
+    adapter: Adapter,
+    tensors: dict[str, torch.Tensor],
+    generator: torch.Generator,
+) -> None:
+    """Vectors of added tokens: those of the head are large enough to be chosen at times."""
+    weights = load_file(pathlib.Path(model) / "model.safetensors")
+    is_tied = "lm_head.weight" not in weights
+    found = {}
+    for name, of_file in (("model.embed_tokens", "input_embeddings"), ("lm_head", "output_embeddings")):
+        table = weights.get(f"{name}.weight", weights["model.embed_tokens.weight"]).float()
+        rows = torch.randn(adapter.added, table.shape[1], generator=generator) * 1.5 * table.std()
+        if name == "lm_head" and is_tied:
+            continue
+        found[of_file] = rows
+        if adapter.as_copies:
+            copy = "base_layer.weight" if name.rpartition(".")[2] in adapter.modules else "weight"
+            tensors[f"base_model.model.{name}.{copy}"] = torch.cat([table, rows])
+    if not adapter.as_copies:
+        save_file(found, directory / "new_embeddings.safetensors")
+
+
+def _resize(whole: Any, directory: pathlib.Path) -> None:
+    """Gives a model of transformers the tokens that an adapter adds."""
+    stored = load_file(directory / "adapter_model.safetensors")
+    size = whole.config.vocab_size
+    if (directory / "new_embeddings.safetensors").exists():
+        rows = load_file(directory / "new_embeddings.safetensors")
+    else:
+        rows = {}
+        for name, of_file in (("embed_tokens", "input_embeddings"), ("lm_head", "output_embeddings")):
+            for ending in ("weight", "base_layer.weight"):
+                copy = next((tensor for key, tensor in stored.items() if key.endswith(f"{name}.{ending}")), None)
+                if copy is not None and len(copy) > size:
+                    rows[of_file] = copy[size:]
+    if rows:
+        whole.resize_token_embeddings(size + len(rows["input_embeddings"]), mean_resizing=False)
+        whole.get_input_embeddings().weight.data[size:] = rows["input_embeddings"]
+        if "output_embeddings" in rows:
+            whole.get_output_embeddings().weight.data[size:] = rows["output_embeddings"]
 
 
 def adapted(model: str, directory: str | None) -> Any:
@@ -111,6 +163,8 @@ def adapted(model: str, directory: str | None) -> Any:
     whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     if directory is None:
         return whole
+    if (pathlib.Path(directory) / "adapter_model.safetensors").exists():
+        _resize(whole, pathlib.Path(directory))
     with warnings.catch_warnings():
         # of copies of embeddings and of weights that are tied
         warnings.simplefilter("ignore")

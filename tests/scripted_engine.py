@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from ascend_vllm.args.tables.server import FrontendArgs
+from ascend_vllm.engine.adapter_tokenizers import AdapterTokenizers
 from ascend_vllm.engine.tokenization import Tokenizer
 from ascend_vllm.entrypoints.openai.app import build_app
 from ascend_vllm.entrypoints.openai.chat_tools import ChatParsers
@@ -39,6 +40,7 @@ class ScriptedEngine:
         self.config = make_config(max_model_len=512)
         self.max_model_len = 512
         self.tokenizer = Tokenizer.from_directory(tiny_model("qwen2"))
+        self.tokenizers = AdapterTokenizers(self.config, self.tokenizer)
         self.params: list[SamplingParams] = []
         self.prompts: list[str] = []
         self._pieces = pieces

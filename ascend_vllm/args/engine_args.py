@@ -159,6 +159,9 @@ class EngineArgs(EngineFlags):
         if is_auto:
             longest = _fitting_length(model, cache, parallel, facts.name, draft)
             model = msgspec.structs.replace(model, max_model_len=longest)
+        lora = self._lora_config(arch, dtype, facts)
+        if lora is not None:
+            model = msgspec.structs.replace(model, num_added_tokens=lora.max_added_tokens)
         config = EngineConfig(
             model=model,
             load=self._load_config(),
@@ -170,7 +173,7 @@ class EngineArgs(EngineFlags):
                 not self.disable_log_stats, self.otlp_traces_endpoint or None, self.enable_log_requests
             ),
             structured=structured_outputs_config(self.guided_decoding_backend, self.structured_outputs_config),
-            lora=self._lora_config(arch, dtype, facts),
+            lora=lora,
             speculation=None if speculation is None else speculation.up_to(longest),
         )
         checks.check_tracing(self.collect_detailed_traces, self.otlp_traces_endpoint)
@@ -193,11 +196,16 @@ class EngineArgs(EngineFlags):
             raise UnsupportedFlagError(
                 "--enable-lora", f"adapters for latent attention are not available on --device {facts.name}"
             )
+        # drafts would have to know tokens of adapters, and a cap would lift -inf of tokens that a row must not have
+        is_drafted = self.speculative_model is not None or self.speculative_config is not None
+        adds_tokens = facts.name == "cpu" and not is_drafted and arch.logit_cap is None
         return LoRAConfig(
             max_loras=self.max_loras,
             max_rank=self.max_lora_rank,
             max_cpu_loras=self.max_cpu_loras or self.max_loras,
             dtype=dtype if self.lora_dtype == "auto" else self.lora_dtype,
+            fully_sharded=self.fully_sharded_loras,
+            max_added_tokens=self.lora_extra_vocab_size if adds_tokens else 0,
         )
 
     def _served_names(self) -> tuple[str, ...]:

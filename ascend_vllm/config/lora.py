@@ -13,9 +13,13 @@ class LoRAConfig(msgspec.Struct, frozen=True):
         max_rank: the largest rank of an adapter.
         max_cpu_loras: adapters that are kept loaded.
         dtype: of the adapters' weights, the name of a torch dtype.
+        max_added_tokens: the most tokens that an adapter may add to the vocabulary; their ids follow the model's own.
+        fully_sharded: ranks have shares of both matrices of a layer, otherwise one of the two is whole on every rank.
     """
 
     max_loras: int = 1
     max_rank: int = 16
     max_cpu_loras: int = 1
     dtype: str = "bfloat16"
+    fully_sharded: bool = False
+    max_added_tokens: int = 0

@@ -99,6 +99,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         enforce_eager: no captured graphs.
         enable_sleep_mode: the engine may give its memory back for a while.
         pooler: set: the model pools prompts, it does not generate.
+        num_added_tokens: entries of the vocabulary behind the model's own, for tokens that LoRA adapters add.
         source: `--model` as typed: a directory, or a repository on the Hugging Face hub; "": not known.
     """
 
@@ -121,6 +122,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     pooler: PoolerConfig | None = None
     enable_sleep_mode: bool = False
     source: str = ""
+    num_added_tokens: int = 0
 
     @property
     def eos_token_ids(self) -> tuple[int, ...] | None:
@@ -137,8 +139,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding."""
-        return self.arch.vocab_size
+        """Tokens that may be sampled: rows of the embedding, and tokens of adapters."""
+        return self.arch.vocab_size + self.num_added_tokens
 
     @property
     def hidden_size(self) -> int:

@@ -109,6 +109,16 @@ class ParallelContext:
         size = total // self.tp_size
         return Shard(self.tp_rank * size, size)
 
+    def share(self, total: int) -> Shard:
+        """This rank's part of a dimension that need not divide evenly.
+
+        Example:
+            >>> ParallelContext(tp_rank=1, tp_size=2).share(7)
+            Shard(start=3, size=4)
+        """
+        start, end = (total * rank // self.tp_size for rank in (self.tp_rank, self.tp_rank + 1))
+        return Shard(start, end - start)
+
     def shard_or_replicate(self, total: int, what: str) -> Shard:
         """As `shard`, but with fewer units than ranks consecutive ranks hold the same unit.
 

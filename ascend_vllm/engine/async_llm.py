@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from ascend_vllm.config.engine import EngineConfig, ParallelConfig
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
+from ascend_vllm.engine.adapter_tokenizers import AdapterTokenizers
 from ascend_vllm.engine.api_group import ApiGroup, Count, SharedCounts
 from ascend_vllm.engine.async_controls import AsyncControls
 from ascend_vllm.engine.core_client import CoreClient
@@ -344,15 +345,20 @@ class AsyncLLM(AsyncControls):
         return self.config.parallel
 
     async def get_tokenizer(self, lora_request: Any = None) -> Any:
-        """The model's transformers tokenizer.
+        """The transformers tokenizer of the model, or of a LoRA adapter that has one of its own.
 
         Raises:
-            RequestError: there is none (--skip-tokenizer-init), or an adapter's is requested.
+            RequestError: there is none (--skip-tokenizer-init).
         """
-        del lora_request  # adapters use the model's tokenizer
-        if self.tokenizer is None:
+        tokenizer = await self.tokenizers.load(lora_request)
+        if tokenizer is None:
             raise RequestError("there is no tokenizer: the engine runs with --skip-tokenizer-init")
-        return self.tokenizer.hf
+        return tokenizer.hf
+
+    @property
+    def tokenizers(self) -> AdapterTokenizers:
+        """Of LoRA adapters."""
+        return self._input.tokenizers
 
     async def do_log_stats(self) -> None:
         """Logs the line of statistics, if it is due."""

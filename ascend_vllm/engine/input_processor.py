@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from ascend_vllm.config.engine import EngineConfig
+from ascend_vllm.engine.adapter_tokenizers import AdapterTokenizers
 from ascend_vllm.engine.pooling import POOLED, resolve_pooling_params
 from ascend_vllm.engine.stop_strings import StopAutomaton, prepare_stop_search
 from ascend_vllm.engine.tokenization import Tokenizer, truncate, truncation_limit
@@ -70,6 +71,7 @@ class ProcessedRequest:
         core_requests: one per sequence, in the order of their index, or a single one for a beam search. Their ids are
             never reused, so that late outputs of an aborted request are not taken for those of a new one.
         trace_headers: W3C headers of the caller's trace; None: there is none.
+        tokenizer: of its texts; None under --skip-tokenizer-init.
         stops: keeps the stop strings' automaton, which was built off the event loop, alive for the sequences; None:
             they need none.
     """
@@ -80,6 +82,7 @@ class ProcessedRequest:
     params: SamplingParams
     arrival_time: float
     core_requests: list[EngineCoreRequest]
+    tokenizer: Tokenizer | None = None
     trace_headers: Mapping[str, str] | None = None
     stops: StopAutomaton | None = None
 
@@ -91,6 +94,8 @@ class _Draft:
     Attributes:
         token_ids: None: `text` has yet to be tokenised.
         params: the caller's; pooling parameters have the model's defaults.
+        tokenizer: the model's or the adapter's; None under --skip-tokenizer-init.
+        vocab_size: of the model, with what adapters may add if it has one.
     """
 
     request_id: str
@@ -101,6 +106,20 @@ class _Draft:
     arrival_time: float
     cache_salt: str | None
     lora: LoRARequest | None
+    tokenizer: Tokenizer | None
+    vocab_size: int
+
+    def need_tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            RequestError: there is none.
+        """
+        if self.tokenizer is None:
+            raise RequestError(
+                "prompt must be given as prompt_token_ids: the engine runs with --skip-tokenizer-init", "prompt"
+            )
+        return self.tokenizer
 
     @property
     def content_keys(self) -> list[tuple[int, str]]:
@@ -113,7 +132,9 @@ class _Draft:
     def processed(
         self, token_ids: list[int], params: SamplingParams, core_requests: list[EngineCoreRequest]
     ) -> ProcessedRequest:
-        return ProcessedRequest(self.request_id, self.text, token_ids, params, self.arrival_time, core_requests)
+        return ProcessedRequest(
+            self.request_id, self.text, token_ids, params, self.arrival_time, core_requests, self.tokenizer
+        )
 
 
 class InputProcessor:
@@ -126,6 +147,7 @@ class InputProcessor:
 
     Attributes:
         max_model_len: most tokens of a sequence; the engine lowers it if the KV cache holds less.
+        tokenizers: of adapters.
     """
 
     def __init__(
@@ -134,13 +156,15 @@ class InputProcessor:
         self._max_bad_word_tokens = max_bad_word_tokens
         self.max_model_len = config.scheduler.max_model_len
         self._tokenizer = tokenizer
+        self.tokenizers = AdapterTokenizers(config, tokenizer)
         self._model = config.model
         self._has_adapters = config.lora is not None
         speculation = config.speculation
         self._is_speculative = speculation is not None
         self._has_logprobs = speculation is None or not speculation.disables_logprobs
         self._has_priorities = config.scheduler.policy == "priority"
-        self._vocab_size = config.model.vocab_size
+        self._num_added_tokens = config.model.num_added_tokens
+        self._vocab_size = config.model.vocab_size - self._num_added_tokens
         self._serial = itertools.count()
         eos_ids = config.model.eos_token_ids or ()
         primary = tokenizer.eos_token_id if tokenizer is not None else None
@@ -172,14 +196,15 @@ class InputProcessor:
         Raises:
             RequestError: the request is invalid, or the model does not support it.
         """
-        draft = self._draft(request_id, prompt, params, priority, arrival_time, cache_salt, lora)
+        tokenizer = self.tokenizers.of(lora if self._has_adapters else None)
+        draft = self._draft(request_id, prompt, params, priority, arrival_time, cache_salt, lora, tokenizer)
         if draft.token_ids is None:
-            text, tokenizer = _need_text(draft.text), self._need_tokenizer()
+            text, tokenizer = _need_text(draft.text), draft.need_tokenizer()
             if draft.params.truncate_prompt_tokens is None:
                 tokenizer.check_num_characters(text, self.max_model_len)
             draft.token_ids = tokenizer.encode(text)
         words = _with_and_without_space(draft.params)
-        return self._build(draft, [self._need_tokenizer().encode(word, add_special_tokens=False) for word in words])
+        return self._build(draft, [draft.need_tokenizer().encode(word, add_special_tokens=False) for word in words])
 
     async def process_async(
         self,
@@ -193,15 +218,16 @@ class InputProcessor:
         lora: LoRARequest | None = None,
     ) -> ProcessedRequest:
         """`process`, with tokenisation off the event loop."""
-        draft = self._draft(request_id, prompt, params, priority, arrival_time, cache_salt, lora)
+        tokenizer = await self.tokenizers.load(lora if self._has_adapters else None)
+        draft = self._draft(request_id, prompt, params, priority, arrival_time, cache_salt, lora, tokenizer)
         if draft.token_ids is None:
-            draft.token_ids = await self._need_tokenizer().encode_async(
+            draft.token_ids = await draft.need_tokenizer().encode_async(
                 _need_text(draft.text),
                 max_tokens=self.max_model_len,
                 any_length=draft.params.truncate_prompt_tokens is not None,
             )
         words = _with_and_without_space(draft.params)
-        bad_words = [await self._need_tokenizer().encode_async(word, add_special_tokens=False) for word in words]
+        bad_words = [await draft.need_tokenizer().encode_async(word, add_special_tokens=False) for word in words]
         request = self._build(draft, bad_words)
         if request.params.stop_strings:
             request.stops = await prepare_stop_search(request.params.stop_strings)
@@ -216,8 +242,10 @@ class InputProcessor:
         arrival_time: float | None,
         cache_salt: str | None,
         lora: LoRARequest | None,
+        tokenizer: Tokenizer | None,
     ) -> _Draft:
         """Checks everything that needs no token ids."""
+        vocab_size = self._vocab_size + (0 if lora is None else self._num_added_tokens)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         if isinstance(params, PoolingParams):
             params = resolve_pooling_params(params, self._model)
@@ -226,12 +254,14 @@ class InputProcessor:
                 "This model pools prompts and generates no text: the engine runs a pooling model (--runner pooling)."
             )
         else:
-            self._check_params(params)
+            self._check_params(params, vocab_size)
         self._check_routing(priority, cache_salt)
         if lora is not None and not self._has_adapters:
             raise RequestError(f"Got lora_request {lora} but LoRA is not enabled!", "lora_request")
         text, token_ids = _parse_prompt(prompt)
-        return _Draft(request_id, text, token_ids, params, priority, arrival_time, cache_salt, lora)
+        return _Draft(
+            request_id, text, token_ids, params, priority, arrival_time, cache_salt, lora, tokenizer, vocab_size
+        )
 
     def _build(self, draft: _Draft, bad_words: list[list[int]]) -> ProcessedRequest:
         token_ids = draft.token_ids or []
@@ -247,13 +277,13 @@ class InputProcessor:
     def _build_generation(
         self, draft: _Draft, params: SamplingParams, token_ids: list[int], bad_words: list[list[int]]
     ) -> ProcessedRequest:
-        bad_words = self._check_bad_words(bad_words)
+        bad_words = self._check_bad_words(bad_words, draft.vocab_size)
         if params.truncate_prompt_tokens is not None:
-            empty_ids = [] if draft.text is None else self._need_tokenizer().encode("")
+            empty_ids = [] if draft.text is None else draft.need_tokenizer().encode("")
             token_ids = truncate(token_ids, params.truncate_prompt_tokens, "left", empty_ids)
-        self._check_prompt(token_ids, self.max_model_len - 1)
-        core_params = self._make_core_params(params, len(token_ids))
-        eos_id = None if params.ignore_eos else self._eos_id
+        self._check_prompt(token_ids, self.max_model_len - 1, draft.vocab_size)
+        core_params = self._make_core_params(params, len(token_ids), draft.vocab_size)
+        eos_id = None if params.ignore_eos else self._eos_of(draft.tokenizer)
         beam_search = _make_beam_search(params)
         # the sequences share the blocks of the first one's prompt
         first_id = f"{draft.request_id}.{next(self._serial)}"
@@ -284,9 +314,9 @@ class InputProcessor:
         limit = params.truncate_prompt_tokens
         if limit is not None:
             limit = truncation_limit(limit, self.max_model_len)
-            empty_ids = [] if draft.text is None else self._need_tokenizer().encode("")
+            empty_ids = [] if draft.text is None else draft.need_tokenizer().encode("")
             token_ids = truncate(token_ids, limit, "right", empty_ids)
-        self._check_prompt(token_ids, self.max_model_len)
+        self._check_prompt(token_ids, self.max_model_len, draft.vocab_size)
         core_request = EngineCoreRequest(
             request_id=f"{draft.request_id}.{next(self._serial)}",
             prompt_token_ids=token_ids,
@@ -301,7 +331,13 @@ class InputProcessor:
         )
         return draft.processed(token_ids, POOLED, [core_request])
 
-    def _make_core_params(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+    def _eos_of(self, tokenizer: Tokenizer | None) -> int | None:
+        """The token that ends a text, by an adapter's own tokenizer if it has one."""
+        if tokenizer is self._tokenizer or tokenizer is None or tokenizer.eos_token_id is None:
+            return self._eos_id
+        return tokenizer.eos_token_id
+
+    def _make_core_params(self, params: SamplingParams, num_prompt_tokens: int, vocab_size: int) -> SamplingParams:
         """The core's sampling parameters, without stop strings and output format, which it does not handle."""
         room = self.max_model_len - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -322,22 +358,15 @@ class InputProcessor:
             max_tokens=max_tokens,
             min_tokens=min(params.min_tokens, max_tokens),
             # top_k ≥ vocabulary size means all tokens; a larger value might not fit in the sampler's arrays
-            top_k=params.top_k if params.top_k < self._vocab_size else -1,
+            top_k=params.top_k if params.top_k < vocab_size else -1,
             stop=[],
             # sent as ids in EngineCoreRequest.bad_words
             bad_words=None,
             # ids outside of the vocabulary are never sampled, and must not index the logits
-            stop_token_ids=[id_ for id_ in stop_ids if 0 <= id_ < self._vocab_size],
+            stop_token_ids=[id_ for id_ in stop_ids if 0 <= id_ < vocab_size],
             truncate_prompt_tokens=None,
             stream_interval=None,
         )
-
-    def _need_tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            raise RequestError(
-                "prompt must be given as prompt_token_ids: the engine runs with --skip-tokenizer-init", "prompt"
-            )
-        return self._tokenizer
 
     def _check_routing(self, priority: int, cache_salt: str | None) -> None:
         if priority != 0 and not self._has_priorities:
@@ -349,9 +378,9 @@ class InputProcessor:
         if cache_salt is not None:
             _check_unicode("cache_salt", cache_salt)
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def _check_params(self, params: SamplingParams, vocab_size: int) -> None:
         self._check_supported(params)
-        self._check_token_fields(params)
+        _check_token_fields(params, vocab_size)
         limit = self._model.max_logprobs
         for name, of, count in (
             ("logprobs", "sample", params.logprobs),
@@ -384,26 +413,12 @@ class InputProcessor:
         if is_delta and params.num_sequences != params.n and not params.use_beam_search:
             raise RequestError("best_of must equal n to use output_kind=DELTA", "best_of")
 
-    def _check_token_fields(self, params: SamplingParams) -> None:
-        size = self._vocab_size
-        bad = [id_ for id_ in params.logit_bias or () if not 0 <= id_ < size]
-        if bad:
-            raise RequestError(
-                f"token_id(s) {bad} in logit_bias contain out-of-vocab token ids. Vocabulary size: {size}",
-                "logit_bias",
-            )
-        if params.allowed_token_ids is not None:
-            if not params.allowed_token_ids:
-                raise RequestError("allowed_token_ids is not None and empty!", "allowed_token_ids")
-            if not all(0 <= id_ < size for id_ in params.allowed_token_ids):
-                raise RequestError("allowed_token_ids contains out-of-vocab token id!", "allowed_token_ids")
-
-    def _check_bad_words(self, bad_words: list[list[int]]) -> list[list[int]]:
+    def _check_bad_words(self, bad_words: list[list[int]], vocab_size: int) -> list[list[int]]:
         """The distinct, non-empty sequences of ids."""
-        wrong = sorted({id_ for word in bad_words for id_ in word if id_ >= self._vocab_size})
+        wrong = sorted({id_ for word in bad_words for id_ in word if id_ >= vocab_size})
         if wrong:
             raise RequestError(
-                f"bad_words has token ids {wrong} that the model does not have. Vocabulary size: {self._vocab_size}",
+                f"bad_words has token ids {wrong} that the model does not have. Vocabulary size: {vocab_size}",
                 "bad_words",
             )
         distinct = [list(word) for word in dict.fromkeys(map(tuple, bad_words)) if word]
@@ -416,7 +431,7 @@ class InputProcessor:
             )
         return distinct
 
-    def _check_prompt(self, token_ids: list[int], limit: int) -> None:
+    def _check_prompt(self, token_ids: list[int], limit: int, vocab_size: int) -> None:
         """Refuses a prompt that is empty, of more than `limit` tokens, or of ids that the model does not have."""
         if not token_ids:
             raise RequestError("Prompt cannot be empty", "prompt")
@@ -428,8 +443,22 @@ class InputProcessor:
                 "input_tokens",
             )
         for extreme in (max(token_ids), min(token_ids)):
-            if not 0 <= extreme < self._vocab_size:
+            if not 0 <= extreme < vocab_size:
                 raise RequestError(f"Token id {extreme} is out of vocabulary", "prompt")
+
+
+def _check_token_fields(params: SamplingParams, size: int) -> None:
+    bad = [id_ for id_ in params.logit_bias or () if not 0 <= id_ < size]
+    if bad:
+        raise RequestError(
+            f"token_id(s) {bad} in logit_bias contain out-of-vocab token ids. Vocabulary size: {size}",
+            "logit_bias",
+        )
+    if params.allowed_token_ids is not None:
+        if not params.allowed_token_ids:
+            raise RequestError("allowed_token_ids is not None and empty!", "allowed_token_ids")
+        if not all(0 <= id_ < size for id_ in params.allowed_token_ids):
+            raise RequestError("allowed_token_ids contains out-of-vocab token id!", "allowed_token_ids")
 
 
 def refuse_adapters(**fields: Any) -> None:

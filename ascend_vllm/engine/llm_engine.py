@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ascend_vllm.config.engine import EngineConfig, ParallelConfig
 from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
+from ascend_vllm.engine.adapter_tokenizers import AdapterTokenizers
 from ascend_vllm.engine.input_processor import InputProcessor, PromptType, refuse_adapters
 from ascend_vllm.engine.metrics import EngineMetrics, StepStats
 from ascend_vllm.engine.metrics_reader import Metric, read_metrics
@@ -91,6 +92,11 @@ class LLMEngine:
         if self._core is None:
             raise RuntimeError("the engine was shut down")
         return self._core
+
+    @property
+    def tokenizers(self) -> AdapterTokenizers:
+        """Of LoRA adapters."""
+        return self._input.tokenizers
 
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Replaces the tokenizer.

@@ -458,7 +458,7 @@ class OutputProcessor:
             RequestError: a request with this id is running.
         """
         interval = max(self._stream_interval, request.params.stream_interval or 1)
-        state = _RequestState(request, self._tokenizer, queue, interval)
+        state = _RequestState(request, request.tokenizer or self._tokenizer, queue, interval)
         with self._lock:
             if request.request_id in self._requests:
                 raise DuplicateRequestError(f"Request {request.request_id} already exists.", "request_id")

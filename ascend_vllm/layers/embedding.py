@@ -72,15 +72,16 @@ class VocabParallelEmbedding(Linear):
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         """indices [T] int64 → [T, H], complete on every rank."""
         if self._is_whole:
-            return self._method.look_up(self, indices)
+            return self._method.finish_vectors(indices, self._method.look_up(self, indices))
         places = indices - self._shard.start
         is_elsewhere = (places < 0) | (places >= self._shard.size)
         vectors = self._method.look_up(self, places.masked_fill(is_elsewhere, 0))
-        return self._collectives.all_reduce(vectors.masked_fill_(is_elsewhere[:, None], 0))
+        vectors = self._collectives.all_reduce(vectors.masked_fill_(is_elsewhere[:, None], 0))
+        return self._method.finish_vectors(indices, vectors)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, H] → products with all vectors, [S, V] on every rank."""
-        return self._gather(self._method.apply(self, hidden))
+        return self._method.finish_logits(hidden, self._gather(self._method.apply(self, hidden)))
 
 
 class LogitsGather:
@@ -144,7 +145,7 @@ class LMHead(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [S, H] → [S, V] on every rank."""
-        return self._gather(self._method.apply(self, x))
+        return self._method.finish_logits(x, self._gather(self._method.apply(self, x)))
 
 
 class NoLMHead(Layer):

@@ -17,7 +17,8 @@ from typing import Protocol, TypeVar
 import torch
 
 from ascend_vllm.config.lora import LoRAConfig
-from ascend_vllm.distributed.parallel_context import Shard
+from ascend_vllm.distributed.collectives import Collectives, SingleRank
+from ascend_vllm.distributed.parallel_context import ParallelContext, Shard
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.linear import Linear
@@ -32,7 +33,16 @@ from ascend_vllm.layers.quantization.base import (
 )
 from ascend_vllm.layers.step_state import StepState, StepStateSpec
 from ascend_vllm.ops.gemm import GATED_ACTIVATIONS
-from ascend_vllm.ops.lora import ADAPTER_FORMS, TABLE_FORMS, AdapterSlots, PackedAdapter
+from ascend_vllm.ops.lora import (
+    ADAPTER_FORMS,
+    TABLE_FORMS,
+    AdapterSlots,
+    AddedVectors,
+    PackedAdapter,
+    PanelSlots,
+    lora_clamp_tokens,
+    lora_put_added,
+)
 from ascend_vllm.types.step import ADAPTER_SLOT
 
 # in the step state ADAPTER_SLOT: a row has no adapter
@@ -40,8 +50,20 @@ NO_ADAPTER = -1
 _ADAPTER_ORDER = "adapter_order"
 # adapters' name of the LM head
 _HEAD = "lm_head"
+# names of the vectors of tokens that an adapter adds to the vocabulary, as vLLM 0.6.3 has them in its files
+ADDED_INPUTS, ADDED_OUTPUTS = "input_embeddings", "output_embeddings"
 
 Slots = TypeVar("Slots", bound=AdapterSlots)
+
+
+class SlotMemory(Protocol):
+    """What an `AdapterSite` places adapters in; see `AdapterSlots`."""
+
+    def pack(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> PackedAdapter:
+        """Arranges an adapter for `place`."""
+
+    def place(self, slot: int, adapter: PackedAdapter | None) -> None:
+        """Copies an adapter into a slot; None: one that leaves the layer as it is."""
 
 
 class Matrices(Protocol):
@@ -87,7 +109,7 @@ class AdapterSite:
         used: slots whose adapters change the layer.
     """
 
-    slots: AdapterSlots
+    slots: SlotMemory
     outputs: tuple[LinearOutput, ...]
     inputs: Shard
     total_inputs: int
@@ -134,6 +156,19 @@ def _range(rows: torch.Tensor, shard: Shard) -> torch.Tensor:
     return rows[shard.start : shard.start + shard.size]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ranks:
+    """The workers that share the layers.
+
+    Attributes:
+        parallel: which of them this one is.
+        collectives: of them.
+    """
+
+    parallel: ParallelContext = dataclasses.field(default_factory=ParallelContext)
+    collectives: Collectives = dataclasses.field(default_factory=SingleRank)
+
+
 class AdaptedMethod(QuantMethod):
     """A method with adapters.
 
@@ -141,6 +176,7 @@ class AdaptedMethod(QuantMethod):
         inner: the method of the layer's own weight.
         config: limits of adapters.
         step_state: of the model.
+        ranks: that share the layer.
 
     Attributes:
         sites: where parts of adapters go; set by `create_weights`.
@@ -148,10 +184,11 @@ class AdaptedMethod(QuantMethod):
 
     sites: list[AdapterSite]
 
-    def __init__(self, inner: QuantMethod, config: LoRAConfig, step_state: StepState) -> None:
+    def __init__(self, inner: QuantMethod, config: LoRAConfig, step_state: StepState, ranks: Ranks) -> None:
         self._inner = inner
         self._config = config
         self._step_state = step_state
+        self._ranks = ranks
 
     @property
     def product_kinds(self) -> frozenset[str]:  # type: ignore[override]
@@ -175,18 +212,28 @@ class AdaptedMethod(QuantMethod):
 
 
 class LoRALinear(AdaptedMethod):
-    """A product with adapters."""
+    """A product with adapters.
+
+    Where ranks split the layer's outputs, each has its rows of B and the whole of A, and where they split its inputs,
+    the columns of A and the whole of B. With `LoRAConfig.fully_sharded` each has a share of the other matrix as well:
+    columns of A, or rows of B; what all ranks' columns of A make of their inputs is added up before B.
+    """
+
+    # this rank's share of inputs and outputs that are whole on every rank
+    _own_inputs = _own_outputs = slice(None)
 
     def create_weights(self, layer: LinearLayer) -> list[WeightSlot]:
         """The wrapped method's, and empty slots for adapters."""
         slots = self._inner.create_weights(layer)
         if self._inner.activation_quant is not None:
             self.activation_quant = _Both(self._inner.activation_quant)
-        widths = [output.shard.size for output in layer.outputs]
+        outputs, inputs = self._targets(layer), layer.in_shard
+        if self._config.fully_sharded:
+            outputs, inputs = self._share(outputs, inputs, layer.total_in_features)
+        widths = [output.shard.size for output in outputs]
         form = ADAPTER_FORMS[layer.device.type]
-        self._adapters = self._make_slots(form, widths, layer.in_features, layer.device)
-        outputs = self._targets(layer)
-        self.sites = [AdapterSite(self._adapters, outputs, layer.in_shard, layer.total_in_features)]
+        self._adapters = self._make_slots(form, widths, inputs.size, layer.device)
+        self.sites = [AdapterSite(self._adapters, outputs, inputs, layer.total_in_features)]
         return slots
 
     def apply(self, layer: LinearLayer, x: Activation) -> torch.Tensor:
@@ -200,6 +247,21 @@ class LoRALinear(AdaptedMethod):
             return self._inner.apply_gated(layer, own, activation)
         return GATED_ACTIVATIONS[activation](self._add(plain, self._inner.apply(layer, own)))
 
+    def _share(
+        self, outputs: tuple[LinearOutput, ...], inputs: Shard, total_inputs: int
+    ) -> tuple[tuple[LinearOutput, ...], Shard]:
+        """This rank's outputs and inputs under `fully_sharded`."""
+        if inputs.size == total_inputs:
+            inputs = self._ranks.parallel.share(total_inputs)
+            self._own_inputs = slice(inputs.start, inputs.start + inputs.size)
+        else:
+            # layers with split inputs have one matrix, whose outputs the ranks add up
+            (output,) = outputs
+            shard = self._ranks.parallel.share(output.total)
+            self._own_outputs = slice(shard.start, shard.start + shard.size)
+            outputs = (dataclasses.replace(output, shard=shard),)
+        return outputs, inputs
+
     def _targets(self, layer: LinearLayer) -> tuple[LinearOutput, ...]:
         """The layer's outputs, by the names that adapters have for them."""
         return layer.outputs
@@ -210,7 +272,10 @@ class LoRALinear(AdaptedMethod):
 
     def _add(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         slots, order = self._rows(len(x))
-        self._adapters.expand(result, self._adapters.shrink(x, slots, order), slots, order)
+        shrunk = self._adapters.shrink(x[:, self._own_inputs], slots, order)
+        if self._config.fully_sharded:
+            shrunk = self._ranks.collectives.all_reduce(shrunk.contiguous())
+        self._adapters.expand(result[:, self._own_outputs], shrunk, slots, order)
         return result
 
 
@@ -230,6 +295,38 @@ class LoRAHead(LoRALinear):
     def _add(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         return super()._add(x, result) if self.sites[0].used else result
 
+    def create_weights(self, layer: LinearLayer) -> list[WeightSlot]:
+        """As `LoRALinear.create_weights`; and slots for the vectors of added tokens."""
+        weights = super().create_weights(layer)
+        if self._config.max_added_tokens:
+            # products with E vectors are the products of a rank E
+            self._added = PanelSlots(
+                self._config.max_loras, [1], layer.total_in_features, self._config.max_added_tokens,
+                layer.dtype, layer.device,
+            )  # fmt: skip
+            self.sites.append(_added_site(ADDED_OUTPUTS, self._added, layer.total_in_features))
+        return weights
+
+    def finish_logits(self, x: Activation, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of added tokens behind the others, -inf in rows whose adapter does not have them."""
+        most = self._config.max_added_tokens
+        if not most:
+            return logits
+        logits = torch.nn.functional.pad(logits, (0, most), value=-torch.inf)
+        if self._step_state.is_plain or not self.sites[1].used:
+            return logits
+        slots, order = self._rows(len(logits))
+        own = self._added.shrink(x.plain if isinstance(x, _Normed) else x, slots, order)[:, 0]
+        counts = self._added.ranks[slots.clamp(min=0)].masked_fill(slots < 0, 0)
+        is_own = torch.arange(most) < counts[:, None]
+        logits[:, -most:] = torch.where(is_own, own[:, :most].to(logits.dtype), -torch.inf)
+        return logits
+
+
+def _added_site(name: str, slots: SlotMemory, width: int) -> AdapterSite:
+    """Where the vectors [n, H] of the tokens go that an adapter adds; they come as the A of a rank n."""
+    return AdapterSite(slots, (LinearOutput(name, 1, Shard(0, 1)),), Shard(0, width), width)
+
 
 class LoRAEmbedding(AdaptedMethod):
     """An embedding with adapters: each token's vector is that of the model and what its row's adapter adds to it."""
@@ -239,7 +336,7 @@ class LoRAEmbedding(AdaptedMethod):
         self._head: LoRAHead | None = None
         self.sites = []
         if layer.kind is LayerKind.TIED_EMBEDDING:
-            self._head = LoRAHead(self._inner, self._config, self._step_state)
+            self._head = LoRAHead(self._inner, self._config, self._step_state, self._ranks)
             weights = self._head.create_weights(layer)
             self.sites += self._head.sites
         else:
@@ -249,17 +346,32 @@ class LoRAEmbedding(AdaptedMethod):
         self._table = self._make_slots(form, [width], output.shard.size, layer.device)
         vectors = LinearOutput(output.name, width, Shard(0, width))
         self.sites.append(AdapterSite(self._table, (vectors,), output.shard, output.total, "lora_embedding_{}"))
+        self._num_tokens, config = output.total, self._config
+        if config.max_added_tokens:
+            self._added = AddedVectors(config.max_loras, config.max_added_tokens, width, layer.dtype)
+            self.sites.append(_added_site(ADDED_INPUTS, self._added, width))
         return weights
 
     def apply(self, layer: LinearLayer, x: Activation) -> torch.Tensor:
         return (self._head or self._inner).apply(layer, x)
 
     def look_up(self, layer: LinearLayer, indices: torch.Tensor) -> torch.Tensor:
-        vectors = self._inner.look_up(layer, indices)
-        if not self._step_state.is_plain:
-            slots = self._slots[: len(indices)]
-            self._table.expand(vectors, self._table.look_up(indices, slots), slots, None)
+        if self._step_state.is_plain:
+            return self._inner.look_up(layer, indices)
+        if self._config.max_added_tokens:
+            indices = lora_clamp_tokens(indices, self._num_tokens)
+        vectors, slots = self._inner.look_up(layer, indices), self._slots[: len(indices)]
+        self._table.expand(vectors, self._table.look_up(indices, slots), slots, None)
         return vectors
+
+    def finish_vectors(self, indices: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+        """Puts in the vectors of added tokens."""
+        if self._config.max_added_tokens and not self._step_state.is_plain:
+            lora_put_added(vectors, indices, self._slots[: len(indices)], self._added.tables, self._num_tokens)
+        return vectors
+
+    def finish_logits(self, x: Activation, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self._head is None else self._head.finish_logits(x, logits)
 
 
 class LoRAScheme(QuantScheme):
@@ -269,12 +381,16 @@ class LoRAScheme(QuantScheme):
         inner: scheme of the checkpoint.
         config: limits of adapters.
         step_state: of the model.
+        ranks: that share the layers.
     """
 
-    def __init__(self, inner: QuantScheme, config: LoRAConfig, step_state: StepState) -> None:
+    def __init__(
+        self, inner: QuantScheme, config: LoRAConfig, step_state: StepState, ranks: Ranks | None = None
+    ) -> None:
         self._inner = inner
         self._config = config
         self._step_state = step_state
+        self._ranks = ranks or Ranks()
         self.ignored_weights = inner.ignored_weights
 
     def method_for(self, layer: LinearLayer) -> QuantMethod:
@@ -284,7 +400,7 @@ class LoRAScheme(QuantScheme):
             wrapper = LoRAHead if layer.kind is LayerKind.TIED_EMBEDDING else None
         if wrapper is None or not isinstance(layer, Linear):
             return method
-        return wrapper(method, self._config, self._step_state)
+        return wrapper(method, self._config, self._step_state, self._ranks)
 
 
 _WRAPPERS: dict[LayerKind, type[AdaptedMethod]] = {
@@ -323,7 +439,9 @@ class ModelAdapters:
         Raises:
             ModelLoadError: it has matrices for layers that the model does not have, or of wrong shapes.
         """
-        unknown = sorted(target for target in set(matrices) - self._targets if not self._is_elsewhere(target))
+        # a stage has the embedding or the head, or neither
+        known = {*self._targets, ADDED_INPUTS, ADDED_OUTPUTS}
+        unknown = sorted(target for target in set(matrices) - known if not self._is_elsewhere(target))
         if unknown:
             kinds = sorted({target.rpartition(".")[2] for target in self._targets})
             raise ModelLoadError(

@@ -24,7 +24,7 @@ from ascend_vllm.config.model import LoadConfig, ModelConfig
 from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
-from ascend_vllm.layers.lora import LoRAScheme
+from ascend_vllm.layers.lora import LoRAScheme, Ranks
 from ascend_vllm.layers.quantization.online import QuantizedHeadScheme, RoundedInputsScheme
 from ascend_vllm.layers.quantization.registry import make_scheme
 from ascend_vllm.logger import init_logger
@@ -77,7 +77,9 @@ def load_model(
     if load_config.cpu_int8_activations:
         context = dataclasses.replace(context, quant=RoundedInputsScheme(context.quant))
     if context.lora is not None:
-        context = dataclasses.replace(context, quant=LoRAScheme(context.quant, context.lora, context.step_state))
+        ranks = Ranks(context.parallel, context.collectives)
+        scheme = LoRAScheme(context.quant, context.lora, context.step_state, ranks)
+        context = dataclasses.replace(context, quant=scheme)
     model_class = resolve_model_class(model_config.architecture)
     files = _open_files(model_config.model, load_config)
     context = dataclasses.replace(

@@ -4,7 +4,10 @@ An adapter has two matrices for each linear layer that it changes: A takes the l
 rank, and B takes these to the layer's outputs (Hu et al. 2021). The scale, `lora_alpha` by the rank or by its root,
 is multiplied into B here. For an embedding the columns of A are the tokens.
 
-Letters: R rank, K inputs, N outputs.
+An adapter may add tokens to the vocabulary, whose ids follow the model's own. Their vectors are in `new_embeddings`,
+as vLLM 0.6.3 reads them, or behind the model's own in the copies that PEFT keeps of a resized embedding and head.
+
+Letters: R rank, K inputs, N outputs, V tokens of the model, H width of an embedding.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from ascend_vllm.errors import ModelLoadError
+from ascend_vllm.layers.lora import ADDED_INPUTS, ADDED_OUTPUTS
 from ascend_vllm.model_files import read_json, shown
 from ascend_vllm.models.checkpoint import SafetensorsFile, TorchFile, WeightFile
 
@@ -30,8 +34,14 @@ _PREFIX = "base_model.model."
 _MATRIX = re.compile(r"(?P<module>.+)\.(lora_(?P<matrix>[AB])\.weight|lora_embedding_(?P<table>[AB]))")
 # copies of the model's own weights, which PEFT stores beside matrices of embeddings and heads
 _BASE_COPY = re.compile(r".+\.base_layer\.weight")
+# copies of an embedding and a head, which PEFT stores if their number of tokens is not the model's
+_VOCABULARY_COPY = re.compile(r".*\b(embed_tokens|lm_head)(\.base_layer)?\.weight")
 # vectors of tokens that the adapter adds to the vocabulary, of vLLM 0.6.3
-_NEW_EMBEDDINGS = ("new_embeddings.safetensors", "new_embeddings.bin")
+_NEW_EMBEDDINGS: dict[str, type[WeightFile]] = {
+    "new_embeddings.safetensors": SafetensorsFile,
+    "new_embeddings.bin": TorchFile,
+}
+_HEAD = "lm_head"
 
 # keys of the configuration that must not be set → why; `True` stands for any other value than null, false and empty
 _REFUSED: dict[str, str] = {
@@ -61,10 +71,12 @@ class LoRAMatrices:
     Attributes:
         a: [R, K] float; of an embedding K is the number of tokens.
         b: [N, R] float32, with the scale; of an embedding N is the width.
+        is_table: of an embedding.
     """
 
     a: torch.Tensor
     b: torch.Tensor
+    is_table: bool = False
 
 
 class _Scaling:
@@ -111,15 +123,33 @@ def _names(pattern: str, module: str) -> bool:
     return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
-def read_adapter(directory: str, max_rank: int) -> dict[str, LoRAMatrices]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """What an adapter may have.
+
+    Attributes:
+        max_rank: the largest rank.
+        num_tokens: V.
+        max_added_tokens: the most tokens that it may add.
+        is_tied: the model's head has the weight of its embedding.
+    """
+
+    max_rank: int
+    num_tokens: int
+    max_added_tokens: int = 0
+    is_tied: bool = False
+
+
+def read_adapter(directory: str, limits: AdapterLimits) -> dict[str, LoRAMatrices]:
     """Reads an adapter.
 
     Args:
         directory: of its files.
-        max_rank: the largest rank that it may have.
+        limits: of adapters of the model.
 
     Returns:
-        Its matrices by the layer's name in the model's checkpoint, such as "model.layers.0.self_attn.q_proj".
+        Its matrices by the layer's name in the model's checkpoint, such as "model.layers.0.self_attn.q_proj". The
+        vectors of n tokens that it adds are A [n, H] of `ADDED_INPUTS` and of `ADDED_OUTPUTS`.
 
     Raises:
         ModelLoadError: a file is missing, damaged or of another kind, or a matrix has a wrong rank; the text names
@@ -130,13 +160,74 @@ def read_adapter(directory: str, max_rank: int) -> dict[str, LoRAMatrices]:
     config = read_json(config_path, dict)
     _check_config(config, config_path)
     scaling = _Scaling(config, config_path)
-    if scaling.largest > max_rank:
+    if scaling.largest > limits.max_rank:
         raise ModelLoadError(
-            f"{config_path}: LoRA rank {scaling.largest} is greater than max_lora_rank {max_rank}. "
+            f"{config_path}: LoRA rank {scaling.largest} is greater than max_lora_rank {limits.max_rank}. "
             "Start the server with a larger --max-lora-rank."
         )
     file = _open(folder)
-    return _pair(file, scaling, _module_names(file))
+    matrices = _pair(file, scaling, _module_names(file, limits.num_tokens))
+    vectors = _new_embeddings(folder) or _resized(file, limits.num_tokens)
+    return _with_added_tokens(matrices, vectors, limits, folder)
+
+
+def _new_embeddings(folder: pathlib.Path) -> dict[str, torch.Tensor]:
+    """The vectors in `new_embeddings`, by their names there."""
+    found = next((kind(folder / name) for name, kind in _NEW_EMBEDDINGS.items() if (folder / name).exists()), None)
+    if found is None:
+        return {}
+    names = [name for name in (ADDED_INPUTS, ADDED_OUTPUTS) if name in found.shapes]
+    if ADDED_INPUTS not in names:
+        raise ModelLoadError(f"{found.path} has no {ADDED_INPUTS}")
+    return {name: tensor.clone() for name, tensor in found.tensors(names)}
+
+
+def _resized_copies(file: WeightFile, num_tokens: int) -> dict[str, str]:
+    """Names of copies of the model's embedding and head that have more tokens → which of the two it is."""
+    found = {}
+    for name, shape in file.shapes.items():
+        match = _VOCABULARY_COPY.fullmatch(name)
+        if match is not None and len(shape) == 2 and shape[0] > num_tokens:
+            found[name] = ADDED_OUTPUTS if match[1] == _HEAD else ADDED_INPUTS
+    return found
+
+
+def _resized(file: WeightFile, num_tokens: int) -> dict[str, torch.Tensor]:
+    """The rows behind the model's own in copies of its embedding and head."""
+    copies = _resized_copies(file, num_tokens)
+    return {copies[name]: tensor[num_tokens:].clone() for name, tensor in file.tensors(copies)}
+
+
+def _with_added_tokens(
+    matrices: dict[str, LoRAMatrices], vectors: dict[str, torch.Tensor], limits: AdapterLimits, folder: pathlib.Path
+) -> dict[str, LoRAMatrices]:
+    """The matrices of the model's own tokens, and the vectors of others with what the matrices add to them."""
+    if not vectors:
+        return matrices
+    if limits.is_tied:
+        vectors.setdefault(ADDED_OUTPUTS, vectors[ADDED_INPUTS])
+    shapes = {name: tuple(tensor.shape) for name, tensor in vectors.items()}
+    if set(shapes) != {ADDED_INPUTS, ADDED_OUTPUTS} or len(set(shapes.values())) != 1:
+        raise ModelLoadError(
+            f"{folder}: tokens that an adapter adds need a vector each in the embedding and in the head, got {shapes}"
+        )
+    count = len(vectors[ADDED_INPUTS])
+    if count > limits.max_added_tokens:
+        raise ModelLoadError(
+            f"{folder}: the adapter adds {count} tokens to the vocabulary, {limits.max_added_tokens} are possible "
+            "(--lora-extra-vocab-size; none with speculative decoding, on NPUs and in models that cap logits). Or "
+            "serve a model that the adapter is merged into."
+        )
+    size, result = limits.num_tokens, {}
+    for module, part in matrices.items():
+        if module.rpartition(".")[2] == _HEAD and len(part.b) == size + count:
+            vectors[ADDED_OUTPUTS] = vectors[ADDED_OUTPUTS].float() + part.b[size:] @ part.a.float()
+            part = LoRAMatrices(part.a, part.b[:size])
+        elif part.is_table and part.a.shape[1] == size + count:
+            vectors[ADDED_INPUTS] = vectors[ADDED_INPUTS].float() + (part.b @ part.a[:, size:].float()).T
+            part = dataclasses.replace(part, a=part.a[:, :size])
+        result[module] = part
+    return result | {name: LoRAMatrices(rows, rows.new_zeros(1, count)) for name, rows in vectors.items()}
 
 
 def _check_config(config: Mapping[str, Any], path: pathlib.Path) -> None:
@@ -160,23 +251,21 @@ def _check_config(config: Mapping[str, Any], path: pathlib.Path) -> None:
 
 
 def _open(folder: pathlib.Path) -> WeightFile:
-    for name in _NEW_EMBEDDINGS:
-        if (folder / name).exists():
-            raise ModelLoadError(f"{folder / name}: adapters that add tokens to the vocabulary are not supported")
     for name, kind in _FILES.items():
         if (folder / name).exists():
             return kind(folder / name)
     raise ModelLoadError(f"{folder} doesn't contain tensors: there is no {' or '.join(_FILES)}")
 
 
-def _module_names(file: WeightFile) -> dict[tuple[str, str], str]:
+def _module_names(file: WeightFile, num_tokens: int) -> dict[tuple[str, str], str]:
     """(module, "A" or "B") → name of the tensor."""
+    resized = _resized_copies(file, num_tokens)
     found: dict[tuple[str, str], str] = {}
     for name in file.shapes:
         match = _MATRIX.fullmatch(name.removeprefix(_PREFIX))
         if match is not None:
             found[match["module"], match["matrix"] or match["table"]] = name
-        elif not _BASE_COPY.fullmatch(name):
+        elif not _BASE_COPY.fullmatch(name) and name not in resized:
             raise ModelLoadError(f"{file.path}: {name} is unsupported LoRA weight")
     return found
 
@@ -197,7 +286,8 @@ def _pair(file: WeightFile, scaling: _Scaling, names: Mapping[tuple[str, str], s
                 raise ModelLoadError(
                     f"{file.path}: {name} has shape {list(tensor.shape)}; by {_CONFIG} its rank is {rank}"
                 )
-        matrices[module] = LoRAMatrices(a, b.float() * scale)
+        is_table = "lora_embedding_" in names[module, "A"]
+        matrices[module] = LoRAMatrices(a, b.float() * scale, is_table)
     return matrices
 
 

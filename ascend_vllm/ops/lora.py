@@ -148,6 +148,54 @@ def lora_look_up(
     return tables[adapters.clamp(min=0).long(), indices][:, None].to(wide)
 
 
+def _clamp_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    if dtype == torch.float32:
+        for count in (0, 1, 40):
+            yield torch.randint(9, (count,), generator=torch.Generator().manual_seed(count)), 6
+
+
+@define_op(inputs=_clamp_inputs, tolerance=0.0, devices=("cpu",), recordable=True)
+def lora_clamp_tokens(indices: torch.Tensor, size: int) -> torch.Tensor:
+    """Replaces tokens that adapters add to the vocabulary by one that the model has, so that it may look all up.
+
+    Args:
+        indices: [T] int64, at least 0.
+        size: tokens of the model.
+
+    Returns:
+        [T] int64, 0 … size-1.
+    """
+    return indices.clamp(max=size - 1)
+
+
+def _put_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    # tokens, vectors of a slot, width
+    for seed, (tokens, entries, width) in enumerate([(0, 1, 8), (1, 3, 5), (50, 16, 33)]):
+        generator = torch.Generator().manual_seed(seed)
+        tables = torch.randn(3, entries, width, generator=generator).to(dtype)
+        vectors = torch.randn(tokens, width, generator=generator).to(dtype)
+        indices = torch.randint(7 + entries, (tokens,), generator=generator)
+        adapters = torch.randint(-1, 3, (tokens,), generator=generator, dtype=torch.int32)
+        yield vectors, indices.where(adapters >= 0, indices.clamp(max=6)), adapters, tables, 7
+
+
+@define_op(inputs=_put_inputs, tolerance=0.0, mutates=("vectors",), devices=("cpu",), recordable=True)
+def lora_put_added(
+    vectors: torch.Tensor, indices: torch.Tensor, adapters: torch.Tensor, tables: torch.Tensor, size: int
+) -> None:
+    """Replaces the vectors of tokens that the rows' adapters add to the vocabulary by the adapters' vectors.
+
+    Args:
+        vectors: [T, H] float; rows may be strided.
+        indices: [T] int64, below size + E; at least `size` only in rows with an adapter.
+        adapters: [T] int32, each token's slot; negative: none.
+        tables: [L, E, H], dtype of the vectors; vectors of the tokens from `size` on.
+        size: tokens of the model.
+    """
+    is_added = (indices >= size) & (adapters >= 0)
+    vectors[is_added] = tables[adapters[is_added].long(), indices[is_added] - size]
+
+
 def _expand_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     for seed, (tokens, _, widths, max_rank, *_) in enumerate(_CASES):
         *_, packed_b, adapters, ranks = _slots(seed, dtype)
@@ -274,7 +322,11 @@ class AdapterSlots(abc.ABC):
 
 
 class PanelSlots(AdapterSlots):
-    """Adapters in panels of 16 outputs, as `lora_shrink` and `lora_expand` read them."""
+    """Adapters in panels of 16 outputs, as `lora_shrink` and `lora_expand` read them.
+
+    Attributes:
+        ranks: [L] int32, 0 where a slot's adapter leaves the layer as it is.
+    """
 
     def _make_memory(
         self, num_slots: int, inputs: int, max_rank: int, dtype: torch.dtype, device: torch.device
@@ -282,8 +334,7 @@ class PanelSlots(AdapterSlots):
         # [L, S, R / 16, K, 16] and [L, P, R, 16]; pages are allocated when the first adapter is placed in them
         self._a = weight_memory(self._shape_of_a(num_slots, inputs, max_rank), dtype, device)
         self._b = weight_memory((num_slots, num_panels(self._widths), max_rank, PANEL), dtype, device)
-        # [L] int32: 0 where a slot's adapter leaves this layer as it is
-        self._ranks = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.ranks = torch.zeros(num_slots, dtype=torch.int32, device=device)
 
     def _shape_of_a(self, num_slots: int, inputs: int, max_rank: int) -> tuple[int, ...]:
         return num_slots, len(self._widths), max_rank // PANEL, inputs, PANEL
@@ -304,13 +355,13 @@ class PanelSlots(AdapterSlots):
         return PackedAdapter(a, b, rank)
 
     def place(self, slot: int, adapter: PackedAdapter | None) -> None:
-        self._ranks[slot] = 0 if adapter is None else adapter.rank
+        self.ranks[slot] = 0 if adapter is None else adapter.rank
         if adapter is not None:
             self._a[slot, :, : adapter.a.shape[1]].copy_(adapter.a)
             self._b[slot, :, : adapter.b.shape[1]].copy_(adapter.b)
 
     def shrink(self, x: torch.Tensor, slots: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002
-        return lora_shrink(x, self._a, slots, self._ranks)  # type: ignore[no-any-return]
+        return lora_shrink(x, self._a, slots, self.ranks)  # type: ignore[no-any-return]
 
     def expand(
         self,
@@ -319,7 +370,7 @@ class PanelSlots(AdapterSlots):
         slots: torch.Tensor,
         order: torch.Tensor | None,  # noqa: ARG002
     ) -> None:
-        lora_expand(y, x, self._b, slots, self._ranks, self._widths)
+        lora_expand(y, x, self._b, slots, self.ranks, self._widths)
 
 
 class TableSlots(PanelSlots):
@@ -337,7 +388,35 @@ class TableSlots(PanelSlots):
 
     def look_up(self, tokens: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """tokens [T] int64, slots [T] → what `expand` reads."""
-        return lora_look_up(self._a, tokens, slots, self._ranks)  # type: ignore[no-any-return]
+        return lora_look_up(self._a, tokens, slots, self.ranks)  # type: ignore[no-any-return]
+
+
+class AddedVectors:
+    """Vectors of tokens that adapters add to the vocabulary, in slots at fixed addresses; on CPU.
+
+    Args:
+        num_slots: L.
+        most: E, tokens of an adapter.
+        width: H.
+        dtype: of the model.
+
+    Attributes:
+        tables: [L, E, H]; zeros behind the tokens of a slot's adapter.
+    """
+
+    def __init__(self, num_slots: int, most: int, width: int, dtype: torch.dtype) -> None:
+        self.tables = torch.zeros(num_slots, most, width, dtype=dtype)
+
+    def pack(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> PackedAdapter:
+        """Arranges an adapter's vectors for `place`: one part, of which the first tensor is [n, H]."""
+        ((rows, _),) = (part for part in parts if part is not None)
+        return PackedAdapter(rows.to(self.tables.dtype), rows[:0], len(rows))
+
+    def place(self, slot: int, adapter: PackedAdapter | None) -> None:
+        """Copies an adapter's vectors into a slot; None: it has none."""
+        self.tables[slot].zero_()
+        if adapter is not None:
+            self.tables[slot, : adapter.rank].copy_(adapter.a)
 
 
 # device type → makes a layer's slots, or an embedding's, with the arguments of `AdapterSlots`

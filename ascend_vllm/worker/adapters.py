@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
 
+import torch
+
+from ascend_vllm.config.arch import ArchConfig
 from ascend_vllm.config.lora import LoRAConfig
 from ascend_vllm.layers.lora import ModelAdapters
 from ascend_vllm.model_files import one_line
 from ascend_vllm.models.blocks import CausalLM
-from ascend_vllm.models.lora_adapter import read_adapter
+from ascend_vllm.models.lora_adapter import AdapterLimits, read_adapter
 from ascend_vllm.ops.lora import PackedAdapter
 
 _Packed = list[PackedAdapter | None]
+
+# of the thread that reads adapters, added to the process's: steps come first
+_NICENESS = 10
 
 
 class WorkerAdapters:
@@ -20,15 +30,18 @@ class WorkerAdapters:
     Args:
         model: built with `LoRAScheme`.
         config: limits.
+        arch: of the model.
     """
 
-    def __init__(self, model: CausalLM, config: LoRAConfig) -> None:
-        self._max_rank = config.max_rank
+    def __init__(self, model: CausalLM, config: LoRAConfig, arch: ArchConfig) -> None:
+        self._limits = AdapterLimits(
+            config.max_rank, arch.vocab_size, config.max_added_tokens, arch.tie_word_embeddings
+        )
         self._layers = ModelAdapters(model, model.ignored_weights)
         self._loaded: dict[int, concurrent.futures.Future[_Packed]] = {}
         self._placed: dict[int, _Packed] = {}
         # one at a time: steps need the cores
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "adapters")
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "adapters", _yield_to_steps)
 
     def load(self, number: int, path: str) -> None:
         """Begins to load an adapter."""
@@ -50,7 +63,8 @@ class WorkerAdapters:
     def place(self, slot: int, number: int) -> None:
         """Copies a loaded adapter into a slot that no row uses."""
         self._placed[slot] = self._loaded[number].result()
-        self._layers.place(slot, self._placed[slot])
+        with _one_thread():
+            self._layers.place(slot, self._placed[slot])
 
     def use(self, model: CausalLM) -> None:
         """Places all adapters in a model whose weights have been loaded again."""
@@ -63,4 +77,27 @@ class WorkerAdapters:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, path: str) -> _Packed:
-        return self._layers.pack(read_adapter(path, self._max_rank), path)
+        with _one_thread():
+            return self._layers.pack(read_adapter(path, self._limits), path)
+
+
+def _yield_to_steps() -> None:
+    """Makes the calling thread nice (Linux only)."""
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError):  # other systems have no niceness for threads
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Within it the calling thread copies alone.
+
+    Several threads would take far longer for the small copies of an adapter: they would wait for those that compute
+    the steps, and these for them.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

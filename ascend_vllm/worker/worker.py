@@ -177,7 +177,7 @@ class Worker:
         if self._adapters is not None:
             self._adapters.use(model)
         elif config.lora is not None:
-            self._adapters = WorkerAdapters(model, config.lora)
+            self._adapters = WorkerAdapters(model, config.lora, config.model.arch)
         logger.info(
             "Model loaded in %.2f s: %s, %s, attention backend %s",
             time.monotonic() - start,

@@ -154,11 +154,13 @@ FEW = {"num_scheduler_steps": 4, "max_num_seqs": 3, "max_loras": 2, "max_cpu_lor
         ("llama", CHUNKS),
         ("llama", FEW),
         ("llama", {"tensor_parallel_size": 2, "max_loras": 3}),
+        ("llama", {"tensor_parallel_size": 2, "fully_sharded_loras": True}),
         ("qwen2", CHUNKS),
         ("qwen2", FEW),
         ("qwen2", {"pipeline_parallel_size": 2, "max_loras": 3}),
         ("qwen2-tied", {}),
         ("qwen2-tied", {"tensor_parallel_size": 2, "max_loras": 3, "enable_prefix_caching": True}),
+        ("qwen2-tied", {"tensor_parallel_size": 2, "fully_sharded_loras": True, "max_loras": 3} | CHUNKS),
         ("qwen2-tied", {"pipeline_parallel_size": 2}),
     ],
 )
@@ -192,10 +194,47 @@ def test_adapters_of_quantized_models(
     assert_answers(model, rows_of(meant), bound=5e-3, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2, "max_loras": 2}])
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2, "max_loras": 2, "fully_sharded_loras": True}])
 def test_latent_attention(options: dict[str, Any]) -> None:
     model = tiny_model("deepseek-v2", dtype="float32")
     assert_answers(model, rows_of(model), **options)
+
+
+ADDING = (
+    Adapter("linear", rank=8, added=3),
+    Adapter("vocabulary", modules=(*ALL_LINEAR, *VOCABULARY), rank=20, added=5),
+    Adapter("copies", modules=("q_proj", "v_proj"), added=16, as_copies=True),
+    Adapter("copied-tables", modules=VOCABULARY, added=1, as_copies=True),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {}),
+        ("llama", FEW | {"tensor_parallel_size": 2, "fully_sharded_loras": True}),
+        ("qwen2-tied", CHUNKS),
+        ("qwen2-tied", {"pipeline_parallel_size": 2}),
+    ],
+)
+def test_adapters_may_add_tokens(name: str, options: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    """Rows of the model, and of adapters with fewer tokens, never get those that they do not have."""
+    model = tiny_model(name, dtype="float32")
+    size = json.loads((pathlib.Path(model) / "config.json").read_text())["vocab_size"]
+    loras: list[LoRARequest | None] = [None]
+    for number, adapter in enumerate((*ADDING, ADAPTERS[0]), 1):
+        loras.append(LoRARequest(adapter.name, number, write_adapter(tmp_path / adapter.name, model, adapter)))
+    counts = [0, *(adapter.added for adapter in ADDING), 0]
+    rows = []
+    for seed, (lora, count) in enumerate(zip(loras, counts, strict=True)):
+        whole = adapted(model, lora and lora.lora_path)
+        ids = prompt(20, seed) + list(range(size, size + count)) + prompt(3, seed)
+        tokens = greedy(whole, ids)
+        each = scores(whole, ids + tokens)
+        found = [each[n, token].item() for n, token in enumerate((ids + tokens)[1:])]
+        rows.append(Row(lora, ids, tokens, found[len(ids) - 1 :], found[: len(ids) - 1]))
+    assert sum(max(row.tokens) >= size for row in rows) >= 2, "some of the added tokens are sampled"
+    assert_answers(model, rows, **options)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ import concurrent.futures
 import json
 import pathlib
 import re
+import shutil
 from collections.abc import Iterator
 
 import httpx
 import pytest
+import transformers
 
 from tests.lora_adapters import ALL_LINEAR, VOCABULARY, Adapter, write_adapter
 from tests.server import OPENAI_SERVER, Server, client_of_many
@@ -105,12 +107,15 @@ def test_adapters_are_listed_and_chosen_by_name(http: httpx.Client, adapters: di
 
 
 def test_loading_and_unloading(http: httpx.Client, adapters: dict[str, str], tmp_path: pathlib.Path) -> None:
-    path = adapters["lora5"]
+    path, damaged = adapters["lora5"], tmp_path / "damaged"
+    shutil.copytree(path, damaged)
+    (damaged / "adapter_model.safetensors").write_bytes(b"short")
     for response, status, words in (
         (load(http, "five", None), 400, "Both 'lora_name' and 'lora_path' must be provided."),
         (load(http, "base", path), 400, "The lora adapter 'base' conflicts with a served base model."),
         (load(http, "lora0", path), 400, "The lora adapter 'lora0' has already been loaded."),
-        (load(http, "five", str(tmp_path)), 400, "adapter_config.json"),
+        (load(http, "five", str(tmp_path)), 404, f"Loading lora five failed: No adapter found for {tmp_path}"),
+        (load(http, "five", str(damaged)), 400, "Loading lora five failed: "),
         (unload(http, "five"), 404, "The lora adapter 'five' cannot be found."),
         (unload(http, None), 400, "'lora_name' needs to be provided to unload a LoRA adapter."),
     ):
@@ -152,6 +157,33 @@ def test_names_that_are_not_known_are_looked_up_in_one_directory(
     assert cards["found"]["parent"] == "base"
     assert unload(http, "found").status_code == 200
     assert "LoRA adapter 'found' loaded from" in server.log
+
+
+def test_an_adapter_with_a_token_of_its_own(http: httpx.Client, tmp_path: pathlib.Path) -> None:
+    """Its tokenizer and chat template are in its directory, as PEFT's users store them."""
+    model = tiny_model("llama", dtype="float32")
+    path = write_adapter(tmp_path / "polite", model, Adapter("polite", added=1))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["<please>"])
+    tokenizer.chat_template = "<please>{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(path)
+    assert load(http, "polite", path).status_code == 200
+    asked = {"model": "polite", "messages": [{"role": "user", "content": "Help!"}]}
+    tokens = http.post("/tokenize", json=asked).json()["tokens"]
+    assert tokens == tokenizer("<please>Help!", add_special_tokens=False).input_ids and tokens[0] == 384
+    assert http.post("/detokenize", json={"model": "polite", "tokens": [384]}).json()["prompt"] == "<please>"
+    answer = http.post("/v1/chat/completions", json=asked | {"max_tokens": 1}).json()
+    assert answer["usage"]["prompt_tokens"] == len(tokens)
+    # a bias makes sure that the token is chosen; the model itself does not have it
+    body = {"prompt": "<please>", "max_tokens": 3, "logit_bias": {"384": 100}, "ignore_eos": True, "temperature": 0}
+    answer = http.post("/v1/completions", json=body | {"model": "polite", "logprobs": 1}).json()
+    assert answer["choices"][0]["text"] == "<please>" * 3
+    assert answer["choices"][0]["logprobs"]["tokens"] == ["<please>"] * 3
+    refused = http.post("/v1/completions", json=body | {"model": "base"})
+    assert refused.status_code == 400 and "out-of-vocab" in refused.json()["message"]
+    refused = http.post("/v1/completions", json={"model": "base", "prompt": [384], "max_tokens": 1})
+    assert refused.json()["message"] == "Token id 384 is out of vocabulary"
+    assert unload(http, "polite").status_code == 200
 
 
 def test_metrics_name_the_adapters_of_requests(http: httpx.Client) -> None:

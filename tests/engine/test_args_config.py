@@ -23,6 +23,7 @@ from ascend_vllm.args.hf_files import read_hf_config
 from ascend_vllm.config.arch import LayerPlan
 from ascend_vllm.config.cache import CacheConfig
 from ascend_vllm.config.engine import EngineConfig, ParallelConfig
+from ascend_vllm.config.lora import LoRAConfig
 from ascend_vllm.config.scheduler import SchedulerConfig
 from ascend_vllm.errors import ConfigError, ModelLoadError, UnsupportedFlagError
 from ascend_vllm.layers.context import BuildContext
@@ -834,6 +835,19 @@ def test_refusals_come_before_files_are_read() -> None:
         config_of("/no/such/dir", distributed_executor_backend="ray", ray_workers_use_nsight=True)
     with pytest.raises(UnsupportedFlagError, match=r"^--num-lookahead-slots 1 is not supported"):
         config_of("/no/such/dir", num_lookahead_slots=1)
+
+
+def test_adapters(make_model: MakeModel) -> None:
+    directory = make_model()
+    assert config_of(directory).lora is None
+    config = config_of(directory, enable_lora=True, max_loras=2, max_lora_rank=64, fully_sharded_loras=True)
+    assert config.lora == LoRAConfig(2, 64, 2, "bfloat16", fully_sharded=True, max_added_tokens=256)
+    assert config.model.vocab_size == config.model.arch.vocab_size + 256
+    config = config_of(directory, enable_lora=True, lora_extra_vocab_size=0, lora_dtype="float32", max_cpu_loras=5)
+    assert config.lora == LoRAConfig(1, 16, 5, "float32")
+    drafting = {"speculative_model": "[ngram]", "num_speculative_tokens": 2, "ngram_prompt_lookup_max": 2}
+    config = config_of(directory, enable_lora=True, **drafting)
+    assert config.lora is not None and config.lora.max_added_tokens == config.model.num_added_tokens == 0
 
 
 def test_expert_parallelism(make_model: MakeModel) -> None:

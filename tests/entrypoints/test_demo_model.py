@@ -88,13 +88,13 @@ def test_an_interrupted_training_goes_on(
         patch.setattr(TrainingProgress, "is_due", True)
         batches = [SHORT.num_steps - 1]
 
-        def collate(batch: list[training.Sample], collate: Any = training._collate) -> Any:
+        def collate(batch: list[training.Sample], collate: Any = training.collate) -> Any:
             if not batches.pop():
                 raise KeyboardInterrupt
             batches.append(0)
             return collate(batch)
 
-        patch.setattr(training, "_collate", collate)
+        patch.setattr(training, "collate", collate)
         with pytest.raises(KeyboardInterrupt):
             make_demo_model(tmp_path / "model", plan=SHORT)
     assert [path.name for path in tmp_path.iterdir()] == [".model.training.pt"]

@@ -14,7 +14,7 @@ from ascend_vllm.layers.base import Layer, WeightSlot
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.embedding import LMHead, TiedLMHead, VocabParallelEmbedding
 from ascend_vllm.layers.linear import Linear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from ascend_vllm.layers.lora import LoRAScheme, ModelAdapters
+from ascend_vllm.layers.lora import LoRAScheme, ModelAdapters, Ranks
 from ascend_vllm.layers.quantization.base import Activation, ActivationQuant, LinearLayer, QuantMethod, QuantScheme
 from ascend_vllm.layers.quantization.unquantized import UnquantizedScheme
 from ascend_vllm.layers.step_state import StepState
@@ -42,18 +42,23 @@ class Case:
 
 
 def make(kind: str, rank: int = 0, size: int = 1, scheme: QuantScheme | None = None) -> Case:
+    context = BuildContext(torch.float32, torch.device("cpu"), ParallelContext(rank, size))
+    return make_in(context, kind, LoRAConfig(2, 16, 2, "float32"), scheme)
+
+
+def make_in(context: BuildContext, kind: str, config: LoRAConfig, scheme: QuantScheme | None = None) -> Case:
     state = StepState(8, 8, torch.device("cpu"))
-    quant = LoRAScheme(scheme or UnquantizedScheme(), LoRAConfig(2, 16, 2, "float32"), state)
-    parallel = ParallelContext(rank, size)
-    context = BuildContext(torch.float32, torch.device("cpu"), parallel, quant=quant, step_state=state)
+    ranks = Ranks(context.parallel, context.collectives)
+    quant = LoRAScheme(scheme or UnquantizedScheme(), config, state, ranks)
+    context = dataclasses.replace(context, quant=quant, step_state=state)
     layer: Linear
     if kind == "qkv":
         layer = QKVParallelLinear(context, "attn", HIDDEN, head_size=8, num_heads=4, num_kv_heads=2, bias=True)
     elif kind == "gate_up":
         names = ("gate_proj", "up_proj")
-        layer = MergedColumnParallelLinear(context, "mlp", names, HIDDEN, (40, 40), merged_name="gate_up_proj")
+        layer = MergedColumnParallelLinear(context, "mlp", names, HIDDEN, (48, 48), merged_name="gate_up_proj")
     else:
-        layer = RowParallelLinear(context, "down_proj", HIDDEN, 10)
+        layer = RowParallelLinear(context, "down_proj", HIDDEN, 10, adds_ranks=False)
     for index, slot in enumerate(layer.slots()):
         slot.fill(torch.randn(slot.shape, generator=torch.Generator().manual_seed(index)))
     layer.after_load()
@@ -124,6 +129,31 @@ def test_ranks_have_their_part_of_an_adapter() -> None:
     torch.testing.assert_close(parts[0] + parts[1], down, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_may_share_both_matrices(size: int) -> None:
+    """Each rank's sums with A are over its inputs, of which the ranks have the same number or one more."""
+    config = LoRAConfig(2, 16, 2, "float32", fully_sharded=True)
+
+    def compute(context: BuildContext) -> dict[str, torch.Tensor]:
+        found = {}
+        own = x_of_step().chunk(size, dim=-1)[context.parallel.tp_rank].contiguous()
+        for kind, x in {"gate_up": x_of_step(), "down": own}.items():
+            case = make_in(context, kind, config)
+            (site,) = case.layer.method.sites  # type: ignore[attr-defined]
+            assert site.inputs.size == HIDDEN // size
+            assert sum(output.shard.size for output in site.outputs) < sum(output.total for output in site.outputs)
+            found[kind] = case.forward(x).clone()
+        return found
+
+    whole = {kind: expected(make(kind)) for kind in ("gate_up", "down")}
+    parts = on_ranks(size, compute)
+    torch.testing.assert_close(sum(part["down"] for part in parts), whole["down"], atol=1e-4, rtol=1e-5)
+    gate, up = whole["gate_up"].chunk(2, dim=-1)
+    for rank, part in enumerate(parts):
+        wanted = torch.cat([of.tensor_split(size, dim=-1)[rank] for of in (gate, up)], dim=-1)
+        torch.testing.assert_close(part["gate_up"], wanted, atol=1e-4, rtol=1e-5)
+
+
 class _Doubled(ActivationQuant):
     def quantize(self, x: torch.Tensor) -> Activation:
         return {"doubled": 2 * x}
@@ -190,10 +220,11 @@ def _vocabulary_matrices(number: int) -> dict[str, LoRAMatrices]:
     return {"model.embed_tokens": table} | ({"lm_head": head} if number == 0 else {})
 
 
-def _compute(context: BuildContext, is_tied: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _compute(context: BuildContext, is_tied: bool, is_sharded: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Vectors of `TOKENS` and logits of `LOGITS_TOKENS`."""
     state = StepState(8, 8, torch.device("cpu"))
-    quant = LoRAScheme(UnquantizedScheme(), LoRAConfig(2, 16, 2, "float32"), state)
+    config = LoRAConfig(2, 16, 2, "float32", fully_sharded=is_sharded)
+    quant = LoRAScheme(UnquantizedScheme(), config, state, Ranks(context.parallel, context.collectives))
     model = _Vocabulary(dataclasses.replace(context, quant=quant, step_state=state), is_tied=is_tied)
     for layer in model.layers():
         for slot in layer.slots():
@@ -210,8 +241,8 @@ def _compute(context: BuildContext, is_tied: bool) -> tuple[torch.Tensor, torch.
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("size", [1, 2])
-def test_embeddings_and_heads(size: int, is_tied: bool) -> None:
+@pytest.mark.parametrize(("size", "is_sharded"), [(1, False), (2, False), (2, True)])
+def test_embeddings_and_heads(size: int, is_sharded: bool, is_tied: bool) -> None:
     """An adapter of a tied embedding leaves the head as it is, and the reverse."""
     names = ("model.embed_tokens.weight", "model.embed_tokens.weight" if is_tied else "lm_head.weight")
     table, head = (
@@ -226,7 +257,7 @@ def test_embeddings_and_heads(size: int, is_tied: bool) -> None:
         if row in LOGITS_TOKENS.tolist() and of_head is not None:
             place = LOGITS_TOKENS.tolist().index(row)
             logits[place] += of_head.b @ of_head.a @ x_of_step()[row]
-    for found in on_ranks(size, lambda context: _compute(context, is_tied)):
+    for found in on_ranks(size, lambda context: _compute(context, is_tied, is_sharded)):
         torch.testing.assert_close(found[0], vectors, atol=1e-4, rtol=1e-5)
         torch.testing.assert_close(found[1], logits, atol=1e-4, rtol=1e-5)
 

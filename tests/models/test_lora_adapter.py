@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ascend_vllm.errors import ModelLoadError
-from ascend_vllm.models.lora_adapter import read_adapter
-from tests.lora_adapters import Adapter, write_adapter
+from ascend_vllm.models.lora_adapter import AdapterLimits, read_adapter
+from tests.lora_adapters import VOCABULARY, Adapter, write_adapter
 from tests.tiny_models import tiny_model
 
 PLAIN = Adapter("plain", rank=8, modules=("q_proj", "down_proj"))
@@ -36,9 +36,13 @@ def change_tensors(directory: pathlib.Path, **tensors: torch.Tensor | None) -> N
     save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, path)
 
 
-def refusal(directory: pathlib.Path, max_rank: int = 16) -> str:
+def limits(max_rank: int = 16, added: int = 0, is_tied: bool = False) -> AdapterLimits:
+    return AdapterLimits(max_rank, 384, added, is_tied)
+
+
+def refusal(directory: pathlib.Path, added: int = 0) -> str:
     with pytest.raises(ModelLoadError) as caught:
-        read_adapter(str(directory), max_rank)
+        read_adapter(str(directory), limits(added=added))
     assert str(directory) in str(caught.value)
     return str(caught.value)
 
@@ -55,7 +59,7 @@ def refusal(directory: pathlib.Path, max_rank: int = 16) -> str:
 )
 def test_matrices_have_the_scale_in_them(tmp_path: pathlib.Path, adapter: Adapter) -> None:
     directory = write_adapter(tmp_path / "any", tiny_model("llama"), adapter)
-    found = read_adapter(directory, 16)
+    found = read_adapter(directory, limits())
     assert len(found) == 6
     files = pathlib.Path(directory)
     tensors = (
@@ -71,10 +75,10 @@ def test_matrices_have_the_scale_in_them(tmp_path: pathlib.Path, adapter: Adapte
 
 
 def test_unknown_keys_and_copies_of_the_models_weights_are_ignored(directory: pathlib.Path) -> None:
-    before = read_adapter(str(directory), 8)
+    before = read_adapter(str(directory), limits(8))
     change_config(directory, some_new_key=5, layers_to_transform=[0], base_model_name_or_path="elsewhere")
     change_tensors(directory, base_model__model__lm_head__base_layer__weight=torch.zeros(2, 2))
-    assert read_adapter(str(directory), 8).keys() == before.keys()
+    assert read_adapter(str(directory), limits(8)).keys() == before.keys()
 
 
 @pytest.mark.parametrize(
@@ -110,9 +114,6 @@ def test_wrong_files_and_tensors(directory: pathlib.Path, tmp_path: pathlib.Path
     table = {"base_model__model__model__embed_tokens__lora_embedding_A": torch.zeros(8, 384)}
     change_tensors(directory, **{b: torch.zeros(64, 8), "base_model__model__lm_head__weight": None}, **table)
     assert "model.embed_tokens has no lora_embedding_B" in refusal(directory)
-    (directory / "new_embeddings.safetensors").write_bytes(b"")
-    assert "new_embeddings.safetensors: adapters that add tokens to the vocabulary" in refusal(directory)
-    (directory / "new_embeddings.safetensors").unlink()
     (directory / "adapter_model.safetensors").write_bytes(b"short")
     assert "adapter_model.safetensors: the file is damaged" in refusal(directory)
     (directory / "adapter_model.safetensors").unlink()
@@ -121,3 +122,45 @@ def test_wrong_files_and_tensors(directory: pathlib.Path, tmp_path: pathlib.Path
     assert "Missing required configuration fields" in refusal(directory)
     (tmp_path / "empty").mkdir()
     assert "adapter_config.json" in refusal(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("as_copies", [False, True])
+def test_vectors_of_added_tokens(tmp_path: pathlib.Path, as_copies: bool) -> None:
+    """They come with what the matrices of embedding and head add to them, and these have the model's own tokens."""
+    model = tiny_model("llama")
+    adapter = Adapter("words", rank=4, modules=("q_proj", *VOCABULARY), added=3, as_copies=as_copies)
+    directory = pathlib.Path(write_adapter(tmp_path / "words", model, adapter))
+    found = read_adapter(str(directory), limits(added=3))
+    tensors = load_file(directory / "adapter_model.safetensors")
+    if as_copies:
+        names = {"input_embeddings": "model.embed_tokens", "output_embeddings": "lm_head"}
+        stored = {name: tensors[f"base_model.model.{copy}.base_layer.weight"][384:] for name, copy in names.items()}
+    else:
+        stored = load_file(directory / "new_embeddings.safetensors")
+    table = [tensors[f"base_model.model.model.embed_tokens.lora_embedding_{matrix}"] for matrix in "AB"]
+    head = [tensors[f"base_model.model.lm_head.lora_{matrix}.weight"] for matrix in "AB"]
+    scale = adapter.scale_of("lm_head")
+    for name, added in (
+        ("input_embeddings", scale * (table[1] @ table[0][:, 384:]).T),
+        ("output_embeddings", scale * head[1][384:] @ head[0]),
+    ):
+        torch.testing.assert_close(found[name].a, stored[name] + added)
+    assert (found["model.embed_tokens"].a.shape[1], len(found["lm_head"].b)) == (384, 384)
+
+
+def test_wrong_vectors_of_added_tokens(directory: pathlib.Path) -> None:
+    path = directory / "new_embeddings.safetensors"
+    save_file({"output_embeddings": torch.zeros(2, 64)}, path)
+    assert "new_embeddings.safetensors has no input_embeddings" in refusal(directory, 8)
+    save_file({"input_embeddings": torch.zeros(2, 64)}, path)
+    assert "need a vector each in the embedding and in the head" in refusal(directory, 8)
+    # a tied head has the embedding's
+    found = read_adapter(str(directory), limits(added=2, is_tied=True))
+    assert found["output_embeddings"].a is found["input_embeddings"].a
+    save_file({"input_embeddings": torch.zeros(9, 64), "output_embeddings": torch.zeros(9, 64)}, path)
+    assert "the adapter adds 9 tokens to the vocabulary, 8 are possible (--lora-extra-vocab-size" in refusal(
+        directory, 8
+    )
+    assert "the adapter adds 9 tokens to the vocabulary, 0 are possible" in refusal(directory)
+    path.write_bytes(b"short")
+    assert "new_embeddings.safetensors: the file is damaged" in refusal(directory, 8)

@@ -23,9 +23,7 @@ class AdapterArgs:
     max_loras: int = flag(1, "The largest number of different LoRA adapters in one batch.")
     max_lora_rank: int = flag(16, "The largest rank that a LoRA adapter may have.")
     lora_extra_vocab_size: int = flag(
-        256,
-        "The largest number of tokens that a LoRA adapter may add to the vocabulary.",
-        unsupported="adapters with tokens of their own are not available in this version",
+        256, "The largest number of tokens that a LoRA adapter may add to the vocabulary."
     )
     lora_dtype: str = flag(
         "auto",
@@ -43,11 +41,7 @@ class AdapterArgs:
         unsupported="no kind of input has an adapter of its own; requests name one as their model",
     )
     max_cpu_loras: int | None = flag(None, "The largest number of LoRA adapters that are kept in CPU memory.")
-    fully_sharded_loras: bool = flag(
-        False,
-        "Shares all of the LoRA computation among the devices, not half of it.",
-        unsupported="ranks share half of the computation of LoRA adapters in this version",
-    )
+    fully_sharded_loras: bool = flag(False, "Shares all of the LoRA computation among the devices, not half of it.")
 
 
 @dataclasses.dataclass

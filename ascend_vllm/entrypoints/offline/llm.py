@@ -197,6 +197,7 @@ class LLM(PoolingMethods):
         """
         prompts = self._render(
             messages,
+            lora_request,
             chat_template=chat_template or self._chat_template,
             content_format=chat_template_content_format,
             add_generation_prompt=add_generation_prompt,
@@ -319,6 +320,7 @@ class LLM(PoolingMethods):
         """Queues conversations as `enqueue` queues prompts; the arguments are those of `chat`."""
         prompts = self._render(
             messages,
+            lora_request,
             chat_template=chat_template or self._chat_template,
             content_format=chat_template_content_format,
             add_generation_prompt=add_generation_prompt,
@@ -353,16 +355,20 @@ class LLM(PoolingMethods):
         """Frees the model and the KV cache now; deleting the object does the same."""
         self._finalizer()
 
-    def _render(self, messages: Messages | Sequence[Messages], **options: Any) -> list[PromptType]:
+    def _render(
+        self, messages: Messages | Sequence[Messages], lora_request: Any = None, **options: Any
+    ) -> list[PromptType]:
         """The prompts that the chat template makes of one conversation, or of each of a list; see `render_chat`."""
-        tokenizer, name = self._need_tokenizer(), self.llm_engine.config.model.served_model_names[0]
+        models, name = self._need_tokenizer(), self.llm_engine.config.model.served_model_names[0]
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
-        texts = [render_chat(tokenizer, conversation, model_name=name, **options) for conversation in conversations]
-        return [
-            TokensPrompt(prompt=text, prompt_token_ids=tokenizer.encode(text, add_special_tokens=False))
-            for text in texts
-        ]
+        prompts: list[PromptType] = []
+        for conversation, lora in zip(conversations, adapters_of(lora_request, len(conversations)), strict=True):
+            tokenizer = self.llm_engine.tokenizers.of(lora) or models
+            text = render_chat(tokenizer, conversation, model_name=name, **options)
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            prompts.append(TokensPrompt(prompt=text, prompt_token_ids=token_ids))
+        return prompts
 
     def _check_beams(self, params: Sequence[SamplingParams | PoolingParams]) -> None:
         """Refuses searches that could never run, before anything does."""
@@ -373,7 +379,7 @@ class LLM(PoolingMethods):
             raise RequestError(f"beams of a search must be at most {limit} (--max-num-seqs), got {widest}", "best_of")
 
     def _make_beam_search_output(self, output: RequestOutput) -> BeamSearchOutput:
-        tokenizer = self.llm_engine.tokenizer
+        tokenizer = self.llm_engine.tokenizers.of(output.lora_request)
         sequences = []
         for found in output.outputs:
             tokens = [*output.prompt_token_ids, *found.token_ids]

@@ -162,7 +162,13 @@ class ServedAdapters:
 
     async def _load(self, engine: AsyncLLM, name: str, path: str) -> None:
         request, start = self._request(name, path, None), time.monotonic()
-        await engine.add_lora(request)
+        try:
+            await engine.add_lora(request)
+        except RequestError as error:
+            if await asyncio.to_thread((pathlib.Path(path) / _CONFIG).is_file):
+                raise
+            text = f"Loading lora {name} failed: No adapter found for {path}"
+            raise UnknownAdapterError(text, "lora_path") from error
         self.by_name[name] = request
         logger.info("LoRA adapter %r loaded from %s in %.2f s", name, path, time.monotonic() - start)
 

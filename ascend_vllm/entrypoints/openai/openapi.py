@@ -323,7 +323,7 @@ OPERATIONS: dict[str, Operation] = {
         body={"type": "object"},
     ),
     # with VLLM_ALLOW_RUNTIME_LORA_UPDATING
-    "POST /v1/load_lora_adapter": Operation("Loads a LoRA adapter from a directory of the server.", errors=(400,)),
+    "POST /v1/load_lora_adapter": Operation("Loads a LoRA adapter of a directory of the server.", errors=(400, 404)),
     "POST /v1/unload_lora_adapter": Operation("Serves a LoRA adapter no longer.", errors=(400, 404)),
     # with VLLM_SERVER_DEV_MODE or VLLM_TORCH_PROFILER_DIR
     "POST /reset_prefix_cache": Operation("Forgets cached prefixes.", dict[str, bool]),

@@ -18,6 +18,7 @@ from ascend_vllm.entrypoints.templates.chat_template import described_tool, rend
 from ascend_vllm.errors import RequestError
 
 if TYPE_CHECKING:
+    from ascend_vllm.engine.adapter_tokenizers import AdapterTokenizers
     from ascend_vllm.engine.tokenization import Tokenizer
 
 
@@ -39,26 +40,40 @@ class PromptMaker:
     Args:
         tokenizer: None under --skip-tokenizer-init.
         settings: flags that shape prompts.
+        tokenizers: of LoRA adapters; None: all have the model's.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, settings: ServingSettings) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, settings: ServingSettings, tokenizers: AdapterTokenizers | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._settings = settings
+        self._tokenizers = tokenizers
 
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer.
+    async def load_tokenizer(self, model: str | None) -> None:
+        """Loads the tokenizer of the adapter that a request names as its model, off the event loop."""
+        lora = self._settings.adapters.by_name.get(model or "")
+        if self._tokenizers is not None and lora is not None:
+            await self._tokenizers.load(lora)
+
+    def tokenizer(self, model: str | None = None) -> Tokenizer:
+        """The tokenizer of the model, or of the adapter that a request names as its model.
 
         Raises:
             RequestError: the server runs with --skip-tokenizer-init.
         """
         if self._tokenizer is None:
             raise RequestError("This server runs with --skip-tokenizer-init: prompts must be token ids.")
-        return self._tokenizer
+        own = None
+        if self._tokenizers is not None:
+            own = self._tokenizers.of(self._settings.adapters.by_name.get(model or ""))
+        return own or self._tokenizer
 
     async def render(
         self,
         messages: Sequence[ChatMessage],
         *,
+        model: str | None,
         request_template: str | None,
         add_generation_prompt: bool,
         continue_final_message: bool,
@@ -74,6 +89,7 @@ class PromptMaker:
 
         Args:
             messages: the conversation.
+            model: that the request names.
             request_template: the template that came with the request.
             add_generation_prompt: end with the beginning of an answer.
             continue_final_message: leave the last message open.
@@ -87,7 +103,7 @@ class PromptMaker:
                 than it may; or there are more messages than any prompt has.
             EngineBusyError: too many long conversations wait.
         """
-        tokenizer, pool = self.tokenizer(), self._settings.request_templates
+        tokenizer, pool = self.tokenizer(model), self._settings.request_templates
         if request_template is not None and pool is None:
             raise RequestError(
                 "Chat template is passed with request, but --trust-request-chat-template is not set. Refused "
@@ -134,17 +150,24 @@ class PromptMaker:
             EngineBusyError: too many long texts wait to be tokenised.
         """
         is_cut = request.truncate_prompt_tokens is not None
-        token_ids = await self.encode_text(text, add_special_tokens, http, any_length=is_cut)
+        token_ids = await self.encode_text(request.model, text, add_special_tokens, http, any_length=is_cut)
         if not is_cut:
             return token_ids
-        return self.cut_prompt(request, token_ids, self.tokenizer().encode("") if add_special_tokens else [])
+        empty_ids = self.tokenizer(request.model).encode("") if add_special_tokens else []
+        return self.cut_prompt(request, token_ids, empty_ids)
 
     async def encode_text(
-        self, text: str, add_special_tokens: bool, http: Request | None, *, any_length: bool = False
+        self,
+        model: str | None,
+        text: str,
+        add_special_tokens: bool,
+        http: Request | None,
+        *,
+        any_length: bool = False,
     ) -> list[int]:
         """`Tokenizer.encode_async` with the model's length; stops if the client disconnects. See `encode_prompt`."""
         limit = self._settings.max_model_len
-        encoding = self.tokenizer().encode_async(text, add_special_tokens, limit, any_length)
+        encoding = self.tokenizer(model).encode_async(text, add_special_tokens, limit, any_length)
         return await unless_gone(http, len(text), encoding)
 
     def cut_prompt(self, request: GenerationRequest, token_ids: list[int], empty_ids: list[int]) -> list[int]:

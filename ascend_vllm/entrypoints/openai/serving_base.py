@@ -139,7 +139,7 @@ class ServingBase:
     def __init__(self, engine: AsyncLLM, settings: ServingSettings) -> None:
         self.engine = engine
         self.settings = settings
-        self.prompts = PromptMaker(engine.tokenizer, settings)
+        self.prompts = PromptMaker(engine.tokenizer, settings, engine.tokenizers)
         self.sampling_defaults = engine.default_sampling_params()
 
     @property
@@ -149,10 +149,11 @@ class ServingBase:
     async def check_model(self, model: str | None) -> None:
         """Raise `ModelNotFoundError` unless the name is served; no name means the served model."""
         settings = self.settings
-        if not model or model in settings.model_names or model in settings.adapters.by_name:
+        if not model or model in settings.model_names:
             return
-        if not await settings.adapters.find(self.engine, model):
+        if model not in settings.adapters.by_name and not await settings.adapters.find(self.engine, model):
             raise settings.unknown_model(model)
+        await self.prompts.load_tokenizer(model)
 
     def adapter_of(self, model: str | None) -> LoRARequest | None:
         """The adapter that a request names as its model; None: the model as it is.

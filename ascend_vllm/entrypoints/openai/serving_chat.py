@@ -66,6 +66,7 @@ class ServingChat(ServingBase):
         tools = parsers.prepare(request) if request.tools else None
         text = await self.prompts.render(
             request.messages,
+            model=request.model,
             request_template=request.chat_template,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,

@@ -78,7 +78,7 @@ class ServingCompletion(ServingBase):
             token_ids = self.prompts.cut_prompt(request, prompt, [])
             text = None
         if request.echo and (text is None or request.truncate_prompt_tokens is not None):
-            text = await self.prompts.tokenizer().decode_async(token_ids)
+            text = await self.prompts.tokenizer(request.model).decode_async(token_ids)
         return Prompt(token_ids, text)
 
 
@@ -184,7 +184,7 @@ class _Answer:
         positions: list[PositionLogprobs | None] = [] if request.echo_only else [*generated.logprobs]
         of_prompt = self._prompt_logprobs[prompt_index]
         if request.echo and index not in self._begun and of_prompt is not None:
-            tokenizer = self._serving.prompts.tokenizer()
+            tokenizer = self._serving.prompts.tokenizer(request.model)
             token_ids = self._prompts[prompt_index].token_ids + token_ids
             positions = of_prompt + positions
         self._begun.add(index)

@@ -242,6 +242,7 @@ class ServingPooling(ServingBase):
                 raise RequestError("Exactly one of `input` and `messages` must be given.", param="input")
             text = await self.prompts.render(
                 request.messages,
+                model=request.model,
                 request_template=request.chat_template,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
@@ -268,7 +269,7 @@ class ServingPooling(ServingBase):
         self, request: PoolingApiRequest, http: Request, text: str, *, add_special_tokens: bool
     ) -> Prompt:
         is_cut = request.truncate_prompt_tokens is not None
-        token_ids = await self.prompts.encode_text(text, add_special_tokens, http, any_length=is_cut)
+        token_ids = await self.prompts.encode_text(request.model, text, add_special_tokens, http, any_length=is_cut)
         return Prompt(self._cut(request, token_ids, self._empty_ids(add_special_tokens)), text)
 
     async def _pair_prompt(self, request: PoolingApiRequest, http: Request, first: str, second: str) -> Prompt:

@@ -43,6 +43,7 @@ class ServingTokens(ServingBase):
         else:
             text = await self.prompts.render(
                 request.messages,
+                model=request.model,
                 request_template=request.chat_template,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
@@ -53,11 +54,12 @@ class ServingTokens(ServingBase):
             )
         special = request.add_special_tokens
         token_ids = await self.prompts.encode_text(
-            text, request.messages is None if special is None else special, http, any_length=True
+            request.model, text, request.messages is None if special is None else special, http, any_length=True
         )
         tokens = None
         if request.return_token_strs:
-            tokens = await encode_list(await self.prompts.tokenizer().convert_ids_to_tokens_async(token_ids))
+            tokenizer = self.prompts.tokenizer(request.model)
+            tokens = await encode_list(await tokenizer.convert_ids_to_tokens_async(token_ids))
         ids = await encode_list(token_ids)
         return json_response(TokenizeResponse(len(token_ids), self.settings.max_model_len, ids, tokens))
 
@@ -68,6 +70,7 @@ class ServingTokens(ServingBase):
             RequestError: an unknown model, or too many ids.
         """
         await self.check_model(request.model)
-        self.prompts.tokenizer().check_num_ids(request.tokens, self.settings.max_model_len)
-        decoding = self.prompts.tokenizer().decode_async(request.tokens)
+        tokenizer = self.prompts.tokenizer(request.model)
+        tokenizer.check_num_ids(request.tokens, self.settings.max_model_len)
+        decoding = tokenizer.decode_async(request.tokens)
         return json_response(DetokenizeResponse(await unless_gone(http, len(request.tokens), decoding)))

@@ -155,6 +155,14 @@ class QuantMethod(abc.ABC):
         """
         raise NotImplementedError(f"{layer.prefix}: {type(self).__name__} keeps no table to look up in")
 
+    def finish_vectors(self, indices: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        """Puts in what is not in an embedding's table: vectors [T, H], complete on every rank, of indices [T]."""
+        return vectors
+
+    def finish_logits(self, x: Activation, logits: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        """Adds what is not in a head's weight: logits [S, V] of x [S, H] → [S, V or more], on every rank."""
+        return logits
+
 
 class QuantScheme(abc.ABC):
     """Chooses the method of each layer.

@@ -1,6 +1,8 @@
 #include "cpu/kernels/lora.h"
 
+#include <algorithm>
 #include <array>
+#include <cstring>
 #include <vector>
 
 #include "cpu/bind/tape.h"
@@ -111,6 +113,60 @@ at::Tensor lora_look_up(const at::Tensor& tables, const at::Tensor& indices, con
   return out;
 }
 
+at::Tensor lora_clamp_tokens(const at::Tensor& indices, int64_t size) {
+  const int64_t count = indices.numel();
+  check_vector(indices, "indices", at::kLong, count);
+  at::Tensor out = new_tensor({count}, indices.options());
+  launch([size, count, source = indices.const_data_ptr<int64_t>(), target = out.mutable_data_ptr<int64_t>()] {
+    for (int64_t i = 0; i < count; ++i) target[i] = std::min(source[i], size - 1);
+  });
+  return out;
+}
+
+struct PutAdded {
+  char* vectors;  // [count], vector_bytes each, stride_bytes apart
+  const int64_t* indices;
+  const int32_t* adapters;
+  const char* tables;  // [slots, entries, vector_bytes]
+  int64_t count, slots, entries, size, vector_bytes, stride_bytes;
+
+  void operator()() const {
+    for (int64_t row = 0; row < count; ++row) {
+      const int64_t entry = indices[row] - size;
+      if (entry < 0) continue;
+      const int32_t slot = adapters[row];
+      check_slot(slot, slots);
+      TORCH_CHECK_INDEX(slot >= 0 && entry < entries, "indices holds ", indices[row], ", there are ", size,
+                        " tokens and ", slot < 0 ? 0 : entries, " of the adapter");
+      std::memcpy(vectors + row * stride_bytes, tables + (slot * entries + entry) * vector_bytes, vector_bytes);
+    }
+  }
+};
+
+void lora_put_added(const at::Tensor& vectors, const at::Tensor& indices, const at::Tensor& adapters,
+                    const at::Tensor& tables, int64_t size) {
+  TORCH_CHECK(vectors.dim() == 2 && tables.dim() == 3 && tables.is_contiguous() &&
+                  tables.size(2) == vectors.size(1) && tables.scalar_type() == vectors.scalar_type(),
+              "vectors must be [T, H] and tables a contiguous [slots, entries, H] of the same dtype, got ",
+              vectors.sizes(), " and ", tables.sizes());
+  check_rows(vectors, "vectors");
+  check_vector(indices, "indices", at::kLong, vectors.size(0));
+  check_vector(adapters, "adapters", at::kInt, vectors.size(0));
+  const int64_t bytes = vectors.element_size();
+  launch(PutAdded{
+      .vectors = static_cast<char*>(vectors.mutable_data_ptr()),
+      .indices = indices.const_data_ptr<int64_t>(),
+      .adapters = adapters.const_data_ptr<int32_t>(),
+      .tables = static_cast<const char*>(tables.const_data_ptr()),
+      .count = vectors.size(0),
+      .slots = tables.size(0),
+      .entries = tables.size(1),
+      .size = size,
+      .vector_bytes = tables.size(2) * bytes,
+      .stride_bytes = vectors.stride(0) * bytes,
+  });
+}
+
 void lora_expand(const at::Tensor& y, const at::Tensor& x, const at::Tensor& weights,
                  const at::Tensor& adapters, const at::Tensor& ranks, at::IntArrayRef widths) {
   TORCH_CHECK(y.dim() == 2 && x.dim() == 3 && x.size(0) == y.size(0) && x.is_contiguous(),
@@ -165,4 +221,6 @@ TORCH_LIBRARY_IMPL(ascend_vllm, CPU, m) {
   m.impl("lora_shrink", &ascend_vllm::lora_shrink);
   m.impl("lora_look_up", &ascend_vllm::lora_look_up);
   m.impl("lora_expand", &ascend_vllm::lora_expand);
+  m.impl("lora_clamp_tokens", &ascend_vllm::lora_clamp_tokens);
+  m.impl("lora_put_added", &ascend_vllm::lora_put_added);
 }
