@@ -196,7 +196,8 @@ class InputProcessor:
         Raises:
             RequestError: the request is invalid, or the model does not support it.
         """
-        tokenizer = self.tokenizers.of(lora if self._has_adapters else None)
+        has_adapter = lora is not None and self._has_adapters
+        tokenizer = self.tokenizers.of(lora) if has_adapter else self._tokenizer
         draft = self._draft(request_id, prompt, params, priority, arrival_time, cache_salt, lora, tokenizer)
         if draft.token_ids is None:
             text, tokenizer = _need_text(draft.text), draft.need_tokenizer()
@@ -218,7 +219,8 @@ class InputProcessor:
         lora: LoRARequest | None = None,
     ) -> ProcessedRequest:
         """`process`, with tokenisation off the event loop."""
-        tokenizer = await self.tokenizers.load(lora if self._has_adapters else None)
+        has_adapter = lora is not None and self._has_adapters
+        tokenizer = await self.tokenizers.load(lora) if has_adapter else self._tokenizer
         draft = self._draft(request_id, prompt, params, priority, arrival_time, cache_salt, lora, tokenizer)
         if draft.token_ids is None:
             draft.token_ids = await draft.need_tokenizer().encode_async(

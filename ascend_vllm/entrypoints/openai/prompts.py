@@ -64,9 +64,8 @@ class PromptMaker:
         """
         if self._tokenizer is None:
             raise RequestError("This server runs with --skip-tokenizer-init: prompts must be token ids.")
-        own = None
-        if self._tokenizers is not None:
-            own = self._tokenizers.of(self._settings.adapters.by_name.get(model or ""))
+        lora = self._settings.adapters.by_name.get(model or "")
+        own = None if self._tokenizers is None or lora is None else self._tokenizers.of(lora)
         return own or self._tokenizer
 
     async def render(
