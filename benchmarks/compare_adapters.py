@@ -33,7 +33,7 @@ from ascend_vllm.engine.tokenization import Tokenizer
 
 _NUM_ADAPTERS = 8
 _RUNTIME_LOADING = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-_SEEDS_PER_ROUND = 100
+_SEEDS_PER_ROUND, _WARM_UP_SEED = 100, 900_000
 # name of ours without adapters, of ours with them, and of vLLM's
 _PLAIN, _OURS, _VLLM = "plain", "ours", "vllm"
 
@@ -105,8 +105,9 @@ class Comparison:
         with contextlib.ExitStack() as stack:
             for side in sides:
                 self._start(side, stack)
-            for number in range(-1, self._args.rounds):
-                # the first round is a warm-up
+            for side in sides:
+                self._warm_up(side)
+            for number in range(self._args.rounds):
                 for row, result in zip(rows, self.results, strict=True):
                     for side in (_OURS, row.beside):
                         if side in sides:
@@ -137,22 +138,28 @@ class Comparison:
         self._versions[side] = server.version()
         self._clients[side] = Client(server.url, self._tokenizer)
 
+    def _warm_up(self, side: str) -> None:
+        """Short answers, of each adapter and of all in one batch."""
+        count, names = self._args.concurrency, [] if side == _PLAIN else list(self._adapters)
+        for chosen in ([], names[:1], names):
+            self._clients[side].load(
+                seed=_WARM_UP_SEED, num_prompts=count, concurrency=count, input_len=16, output_len=4, adapters=chosen
+            )
+
     def _take(self, number: int, row: Row, result: report.RowResult, side: str) -> None:
         for other in self._running.values():
             other.wait_idle()
-        args, seed = self._args, number * _SEEDS_PER_ROUND + _SEEDS_PER_ROUND + ROWS.index(row)
+        args, seed = self._args, number * _SEEDS_PER_ROUND + ROWS.index(row)
         lengths = {"input_len": args.input_len, "output_len": args.output_len}
         if row.adapters is None:
             value, figures = self._pause(side, seed, number)
         else:
             names = [] if side == _PLAIN else list(self._adapters)[: row.adapters]
-            count = args.concurrency * (1 if number < 0 else args.waves)
-            load = {"num_prompts": count, "concurrency": args.concurrency}
+            load = {"num_prompts": args.concurrency * args.waves, "concurrency": args.concurrency}
             figures = self._clients[side].load(seed=seed, adapters=names, **load, **lengths)
             value = figures["output_throughput"]
-        if number >= 0:
-            result.add("ours" if side == _OURS else "peer", value, figures)
-            print(f"{row.name:10} {side:6} {value:10.4g} {row.unit}", flush=True)
+        result.add("ours" if side == _OURS else "peer", value, figures)
+        print(f"{row.name:10} {side:6} {value:10.4g} {row.unit}", flush=True)
 
     def _pause(self, side: str, seed: int, number: int) -> tuple[float, dict[str, Any]]:
         args = self._args

@@ -50,6 +50,8 @@ python benchmarks/compare_offline.py --model /tmp/qwen2-0.5b --peer-model OPENVI
     --json benchmarks/results/offline.json
 python benchmarks/compare_clients.py --model /tmp/qwen2-0.5b --peer-program VLLM/bin/vllm \\
     --json benchmarks/results/clients.json
+python benchmarks/compare_adapters.py --model /tmp/qwen2-0.5b --peer-program VLLM/bin/vllm \\
+    --json benchmarks/results/adapters.json
 python benchmarks/roofline.py --json benchmarks/results/roofline.json
 python scripts/make_performance_doc.py
 ```
@@ -240,8 +242,39 @@ def _clients(result: Result) -> Iterator[str]:
     yield f"\n```text\n{result['command']}\n```\n"
 
 
+_ADAPTERS_TEXT = """\
+This project's server with --enable-lora, beside the same one without it, which is asked for the model as it is, or
+beside vLLM with the same adapters.
+"""
+
+
+def _adapters(result: Result) -> Iterator[str]:
+    """The section of a measurement of LoRA adapters."""
+    programs = result["programs"]
+    names = ", ".join(f"{side} {program['version']}" for side, program in programs.items())
+    yield f"\n### {names}: {_processor(result)}\n\n"
+    yield _machine(result)
+    yield f"\nMedians of {result['rounds']}; {_sizes(result)}.\n\n"
+    yield _table(
+        ["what", "ours", "beside it", "ratio", "target"],
+        [
+            [
+                row["title"],
+                _number(row["ours"], row["unit"]),
+                _number(row["peer"], row["unit"]),
+                _number(row["ratio"]),
+                _target(row),
+            ]
+            for row in result["rows"]
+        ],
+    )
+    commands = [program["command"] for program in programs.values()]
+    yield "\n```text\n" + "\n".join([result["command"], *commands]) + "\n```\n"
+
+
 _SECTIONS = (
     ("servers", "Servers", "", _versus),
+    ("adapters", "LoRA adapters", _ADAPTERS_TEXT, _adapters),
     ("clients", "What two clients say of one server", _CLIENTS_TEXT, _clients),
     ("offline", "Offline, static batches", "", _versus),
     ("roofline", "Kernels and the machine's limits", _ROOFLINE_TEXT, _roofline),

@@ -165,6 +165,20 @@ def test_mixed_batches_by_graphs_equal_eager_steps(
     assert generate(graphs, chosen[::-1]) == generate(eager, chosen[::-1])
 
 
+@pytest.mark.parametrize("fully_sharded_loras", [False, True])
+def test_two_devices_share_adapters(form: str, fully_sharded_loras: bool, tmp_path: pathlib.Path) -> None:
+    model = tiny_model("qwen2-64", "float16")
+    loras: list[LoRARequest | None] = [None]
+    for number, adapter in enumerate(ADAPTERS[:2]):
+        loras.append(LoRARequest(adapter.name, number + 1, write_adapter(tmp_path / adapter.name, model, adapter)))
+    chosen = [loras[number % len(loras)] for number in range(len(PROMPTS))]
+    alone = make_engine(enforce_eager=True)
+    both = make_engine(tensor_parallel_size=2, fully_sharded_loras=fully_sharded_loras)
+    assert generate(both, chosen) == generate(alone, chosen) != generate(alone, [None] * len(PROMPTS))
+    both.shutdown()
+    assert form in FORMS
+
+
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_decoding_replays(form: str, enforce_eager: bool, tmp_path: pathlib.Path) -> None:
     lora = LoRARequest("all", 1, write_adapter(tmp_path / "all", tiny_model("qwen2-64", "float16"), ADAPTERS[0]))

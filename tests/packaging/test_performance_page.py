@@ -152,6 +152,15 @@ def test_kernels_beside_their_limits(script: types.ModuleType) -> None:
     assert "the highest of the run: 20 GB/s and 200 GFLOP/s" in page
 
 
+def test_adapters_beside_servers_without_them(script: types.ModuleType) -> None:
+    result = copy.deepcopy(RESULT) | {"kind": "adapters"}
+    result["programs"] = {side: {"version": "3", "command": f"{side} serve"} for side in ("ours", "plain")}
+    page = script.render([result])
+    assert "## LoRA adapters\n" in page and "### ours 3, plain 3: A & B <9000>, kernels for sse9\n" in page
+    assert "| title of c8 | 300 tok/s | 200 tok/s | 1.5 | at least 1.5: met |" in page
+    assert "python compare\nours serve\nplain serve\n" in page
+
+
 def test_clients_beside_each_other(script: types.ModuleType) -> None:
     figures = {name: {"ours": 190.0, "peer": 200.0, "ratio": 0.95} for name in script._CLIENT_FIGURES}
     result = {

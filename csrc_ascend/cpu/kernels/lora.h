@@ -161,50 +161,79 @@ void lora_look_up(const LoraLookUpArgs& a) {
   });
 }
 
-// Adds one panel's outputs, `lanes` of them, to the rows of a block.
-template <int Rows, class T, class W>
-inline void expand_panel(const float* const* x, const W* panel, int64_t rank, T* const* y, int lanes) {
-  for (int v = 0; v * kLanes < lanes; ++v) {
-    const int rest = std::min(kLanes, lanes - v * kLanes);
-    VecF sums[Rows];
-    for (int r = 0; r < Rows; ++r) sums[r] = set1(0.0f);
-    for (int64_t k = 0; k < rank; ++k) {
-      const VecF weights = load(panel + k * kLoraPanel + v * kLanes);
-      for (int r = 0; r < Rows; ++r) sums[r] = fma(weights, set1(x[r][k]), sums[r]);
-    }
+// Vectors of outputs that are added up at a time, so that enough sums are under way in few rows, too.
+template <int Rows>
+constexpr int kExpandVecs = 8 / (Rows < 3 ? Rows : 4);
+
+// Adds `Vecs` vectors of outputs, from vector `first` of a slice on, to the rows of a block. Of the last one
+// there may be fewer lanes than a vector has.
+template <int Rows, int Vecs, class T, class W>
+inline void expand_vecs(const float* const* x, const W* panels, int64_t panel_size, int64_t rank, T* const* y,
+                        int64_t first, int lanes = kLanes) {
+  const W* weights[Vecs];
+  VecF sums[Rows][Vecs];
+  for (int v = 0; v < Vecs; ++v) {
+    weights[v] = panels + (first + v) / kVecsOfPanel * panel_size + (first + v) % kVecsOfPanel * kLanes;
+    for (int r = 0; r < Rows; ++r) sums[r][v] = set1(0.0f);
+  }
+  for (int64_t k = 0; k < rank; ++k) {
+    VecF loaded[Vecs];
+    for (int v = 0; v < Vecs; ++v) loaded[v] = load(weights[v] + k * kLoraPanel);
     for (int r = 0; r < Rows; ++r) {
-      T* target = y[r] + v * kLanes;
-      if (rest == kLanes) {
-        store(target, load(target) + sums[r]);
+      const VecF value = set1(x[r][k]);
+      for (int v = 0; v < Vecs; ++v) sums[r][v] = fma(loaded[v], value, sums[r][v]);
+    }
+  }
+  for (int r = 0; r < Rows; ++r) {
+    for (int v = 0; v < Vecs; ++v) {
+      T* target = y[r] + (first + v) * kLanes;
+      if (lanes == kLanes) {
+        store(target, load(target) + sums[r][v]);
       } else {
-        store_n(target, load_n(target, rest) + sums[r], rest);
+        store_n(target, load_n(target, lanes) + sums[r][v], lanes);
       }
     }
   }
+}
+
+// Adds the outputs [first, last) of a slice to the rows of a block; `first` begins a panel.
+template <int Rows, class T, class W>
+inline void expand_slice(const float* const* x, const W* panels, int64_t panel_size, int64_t rank, T* const* y,
+                         int64_t first, int64_t last) {
+  constexpr int kVecs = kExpandVecs<Rows>;
+  int64_t vec = first / kLanes;
+  const int64_t full = last / kLanes;
+  for (; vec + kVecs <= full; vec += kVecs) {
+    expand_vecs<Rows, kVecs>(x, panels, panel_size, rank, y, vec);
+  }
+  for (; vec < full; ++vec) expand_vecs<Rows, 1>(x, panels, panel_size, rank, y, vec);
+  const int rest = static_cast<int>(last % kLanes);
+  if (rest > 0) expand_vecs<Rows, 1>(x, panels, panel_size, rank, y, vec, rest);
 }
 
 // Panels [first, last) of a block.
 template <class T, class W>
 inline void expand_block(const LoraExpandArgs& a, const LoraBlock& block, int64_t first, int64_t last) {
   const int64_t panel_size = a.max_rank * kLoraPanel;
-  const W* weights = static_cast<const W*>(a.weights) + block.slot * a.panels * panel_size;
-  int64_t slice = 0, column = 0, slice_panel = 0;  // the slice's first output and panel
-  for (int64_t p = first; p < last; ++p) {
-    for (int64_t count; p >= slice_panel + (count = (a.widths[slice] + kLoraPanel - 1) / kLoraPanel);) {
-      slice_panel += count;
-      column += a.widths[slice++];
+  const W* panels = static_cast<const W*>(a.weights) + block.slot * a.panels * panel_size;
+  int64_t column = 0, slice_panel = 0;  // the slice's first output and panel
+  for (int64_t slice = 0; slice < a.slices && slice_panel < last; ++slice) {
+    const int64_t width = a.widths[slice], begin = std::max<int64_t>(0, first - slice_panel) * kLoraPanel;
+    const int64_t end = std::min(width, (last - slice_panel) * kLoraPanel);
+    if (begin < end) {
+      const float* x[kLoraRows];
+      T* y[kLoraRows];
+      for (int r = 0; r < block.count; ++r) {
+        x[r] = a.x + (block.rows[r] * a.slices + slice) * a.max_rank;
+        y[r] = static_cast<T*>(a.y) + block.rows[r] * a.y_stride + column;
+      }
+      with_rows(block.count, [&](auto rows) {
+        expand_slice<decltype(rows)::value>(x, panels + slice_panel * panel_size, panel_size,
+                                            a.ranks[block.slot], y, begin, end);
+      });
     }
-    const int64_t offset = (p - slice_panel) * kLoraPanel;
-    const int lanes = static_cast<int>(std::min(kLoraPanel, a.widths[slice] - offset));
-    const float* x[kLoraRows];
-    T* y[kLoraRows];
-    for (int r = 0; r < block.count; ++r) {
-      x[r] = a.x + (block.rows[r] * a.slices + slice) * a.max_rank;
-      y[r] = static_cast<T*>(a.y) + block.rows[r] * a.y_stride + column + offset;
-    }
-    with_rows(block.count, [&](auto rows) {
-      expand_panel<decltype(rows)::value>(x, weights + p * panel_size, a.ranks[block.slot], y, lanes);
-    });
+    slice_panel += (width + kLoraPanel - 1) / kLoraPanel;
+    column += width;
   }
 }
 
