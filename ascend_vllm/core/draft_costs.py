@@ -99,8 +99,10 @@ class StepCosts:
         """Seconds of a step, on the line between the nearest ones that were ever noted; 0: none was."""
         if (known := self._costs.get(_key(num_tokens))) is not None:
             return known.seconds
-        points = sorted((cost.num_tokens, cost.seconds) for cost in self._costs.values())
-        return float(np.interp(num_tokens, *zip(*points, strict=True))) if points else 0.0
+        if not self._costs:
+            return 0.0
+        xs, ys = zip(*sorted((cost.num_tokens, cost.seconds) for cost in self._costs.values()), strict=True)
+        return float(np.interp(num_tokens, xs, ys))
 
 
 def _key(num_tokens: int) -> int:
@@ -321,9 +323,9 @@ class DraftCosts:
         least = np.interp(num_tokens, xs, np.maximum.accumulate(ys)) + proposing
         most = least + (self._token_s or plain_s / num_rows) * np.maximum(0.0, num_tokens - xs[-1])
         lost = most - plain_s * (num_rows + gains) / num_rows
-        rates: FloatArray = (num_rows + gains) / least
         is_covered = (lost <= (self._earned_s or 0.0)) | (num_tokens == num_rows)
-        return rates * is_covered
+        rates: FloatArray = (num_rows + gains) / least * is_covered
+        return rates
 
     def _enter(self, mode: _Mode, num_steps: int, num_wanted: int) -> None:
         if mode is not _Mode.DRAFTING:

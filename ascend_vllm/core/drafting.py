@@ -127,9 +127,11 @@ class Drafting:
             self._note_step(self._costs, made, output, times)
             if made.num_asked or self._costs.decides:
                 drafts = self._choose(self._costs, rows, drafts, was_asked=made.num_asked > 0)
+        is_drafting = self.is_drafting
         # one iteration per row: each has a list of its own
         for row, one in zip(rows, drafts, strict=True):
-            self._set_drafts(row, one)
+            if is_drafting or row.drafts or not row.may_run_ahead:
+                self._set_drafts(row, one)
 
     def _note_step(
         self, costs: DraftCosts, made: StepInFlight, output: StepOutput, times: ChunkSizeController

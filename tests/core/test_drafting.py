@@ -1,0 +1,147 @@
+"""What becomes of drafts that arrive with a step's output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ascend_vllm.config.speculation import AcceptanceMethod, SpeculativeConfig, SpeculativeMethod
+from ascend_vllm.core.draft_record import DraftRecord
+from ascend_vllm.core.drafting import Drafting
+from ascend_vllm.core.prompt_chunks import ChunkSizeController
+from ascend_vllm.core.request import Request
+from ascend_vllm.core.step_builder import StepInFlight
+from ascend_vllm.types.step import NO_DRAFT, SchedulerOutput, StepOutput
+from tests.core.memory_executor import make_request
+from tests.moody_drafts import Moody
+
+MOST = 3
+
+
+def make(**changes: Any) -> Drafting:
+    return Drafting(SpeculativeConfig(SpeculativeMethod.NGRAM, MOST, max_model_len=60, **changes))
+
+
+def enrolled(drafting: Drafting, num_running: int = 0) -> Request:
+    request = Request(make_request("a", [1, 2, 3]), 60, 1)
+    drafting.enrol(request, num_running)
+    return request
+
+
+def record_of(request: Request) -> DraftRecord:
+    assert request.draft_record is not None
+    return request.draft_record
+
+
+def step(drafting: Drafting, rows: list[Request], drafts: list[list[int]], num_asked: int | None = None) -> int:
+    """A step in which each row got a token, whose output has these drafts; returns how many were asked for."""
+    made, asked = StepInFlight([], rows, 0.0), SchedulerOutput(0, [], [], [], [], [])
+    drafting.ask(asked, made)
+    made.num_asked = made.num_asked if num_asked is None else num_asked
+    table = np.full((len(rows), MOST), NO_DRAFT, np.int32)
+    for line, one in zip(table, drafts, strict=True):
+        line[: len(one)] = one
+    ids = np.zeros((len(rows), 1), np.int64)
+    drafting.take(
+        made, rows, StepOutput(0, ids[:, 0].astype(np.int32), ids, drafts=table), ChunkSizeController(None, 1)
+    )
+    return asked.max_drafts
+
+
+def extend(request: Request, token_ids: list[int]) -> None:
+    request.token_ids = [*request.token_ids, *token_ids]
+    request.num_tokens += len(token_ids)
+
+
+def test_drafts_that_are_not_verified_are_compared_with_what_follows() -> None:
+    drafting = make()
+    request = enrolled(drafting)
+    assert step(drafting, [request], [[5, 6, 7]]) > 0
+    # nothing is known yet of what steps take
+    assert not drafting.is_drafting
+    assert request.drafts == []
+    assert request.may_run_ahead
+    extend(request, [5, 6, 9, 4])
+    step(drafting, [request], [[4, 4, 4]], num_asked=MOST)
+    assert (record_of(request).right, record_of(request).wrong) == (2, 1)
+    # only one of these is known when the next ones arrive
+    extend(request, [4])
+    step(drafting, [request], [[]], num_asked=MOST)
+    assert record_of(request).right == pytest.approx(0.85 * 2 + 1)
+    assert record_of(request).wrong == pytest.approx(0.85)
+    assert record_of(request).share < 1
+    extend(request, [8])
+    step(drafting, [request], [[]], num_asked=MOST)
+    assert record_of(request).right == pytest.approx(0.85 * 2 + 1)
+
+
+def test_a_new_request_begins_with_what_is_known_of_all() -> None:
+    drafting = make()
+    first = enrolled(drafting)
+    for _ in range(100):
+        drafting.count(first, MOST, 0)
+    chances, _ = drafting._estimates([record_of(enrolled(drafting))])
+    assert chances[0] < 0.1
+    for _ in range(200):
+        drafting.count(first, MOST, MOST)
+    chances, _ = drafting._estimates([record_of(enrolled(drafting)), record_of(first)])
+    assert chances.min() > 0.9
+
+
+def test_verified_drafts_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ascend_vllm.core.drafting.DraftCosts", Moody)
+    drafting = make()
+    assert drafting.stats is not None
+    request = enrolled(drafting)
+    drafting.count(request, 3, 2)
+    drafting.count(request, 1, 1)
+    assert drafting.stats.num_accepted_at == [2, 1, 0]
+    assert (drafting.stats.num_drafts, drafting.stats.num_draft_tokens, drafting.stats.num_accepted_tokens) == (
+        2,
+        4,
+        3,
+    )
+    assert (record_of(request).right, record_of(request).wrong) == pytest.approx((0.85 * 2 + 1, 0.85))
+
+
+def test_drafts_for_a_token_that_is_being_computed_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Eager(Moody):
+        @property
+        def is_drafting(self) -> bool:
+            return True
+
+        def choose(self, chances: Any, counts: Any) -> Any:
+            assert len(chances) == len(counts)
+            return counts
+
+    monkeypatch.setattr("ascend_vllm.core.drafting.DraftCosts", Eager)
+    drafting = make()
+    free, busy, gone = (enrolled(drafting) for _ in range(3))
+    busy.num_pending_tokens = 1
+    gone.is_finished = True
+    step(drafting, [free, busy, gone], [[5], [6], [7]], num_asked=MOST)
+    assert (free.drafts, busy.drafts, gone.drafts) == ([5], [], [])
+    assert record_of(busy).watched == [6]
+    assert not free.may_run_ahead
+
+
+@pytest.mark.parametrize("changes", [{"disable_by_batch_size": 4}, {"acceptance": AcceptanceMethod.TYPICAL}], ids=str)
+def test_where_nothing_is_measured_all_rows_have_drafts(changes: dict[str, Any]) -> None:
+    drafting = make(**changes)
+    request = enrolled(drafting, num_running=3)
+    assert drafting.is_drafting
+    assert step(drafting, [request], [[5, 6]]) == MOST
+    assert request.drafts == [5, 6]
+    late = enrolled(drafting, num_running=4)
+    step(drafting, [late], [[5, 6]])
+    assert late.drafts == ([] if "disable_by_batch_size" in changes else [5, 6])
+
+
+def test_without_speculation_nothing_is_asked_for() -> None:
+    drafting = Drafting(None)
+    request = Request(make_request("a", [1, 2, 3]), 60, 1)
+    drafting.enrol(request, 0)
+    assert step(drafting, [request], [[5]]) == 0
+    assert (request.drafts, request.draft_record, drafting.stats) == ([], None, None)
