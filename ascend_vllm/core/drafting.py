@@ -41,12 +41,13 @@ class Drafting:
         config: None: nothing is drafted.
 
     Attributes:
+        max_drafts: most drafts that a step asks for per row; 0: nothing is drafted.
         num_lookahead_tokens: see `SpeculativeConfig`.
     """
 
     def __init__(self, config: SpeculativeConfig | None) -> None:
         self._config = config
-        self._max_drafts = 0 if config is None else config.num_speculative_tokens
+        self.max_drafts = 0 if config is None else config.num_speculative_tokens
         self.num_lookahead_tokens = 0 if config is None else config.num_lookahead_tokens
         self._stats: DraftStats | None = None
         # None: nothing is drafted, or all rows have drafts whatever they cost
@@ -68,7 +69,7 @@ class Drafting:
     @property
     def is_drafting(self) -> bool:
         """Whether rows are to have drafts: then no step is made before the outputs of the last one."""
-        return self._max_drafts > 0 if self._costs is None else self._costs.is_drafting
+        return self.max_drafts > 0 if self._costs is None else self._costs.is_drafting
 
     def enrol(self, request: Request, num_running: int) -> None:
         """Decides whether a new request may have drafts.
@@ -89,7 +90,7 @@ class Drafting:
 
     def ask(self, step: SchedulerOutput, made: StepInFlight) -> None:
         """Asks for drafts with a new step's output, if any are wanted."""
-        made.num_asked = step.max_drafts = self._max_drafts if self._costs is None else self._costs.num_wanted
+        made.num_asked = step.max_drafts = self.max_drafts if self._costs is None else self._costs.num_wanted
         made.was_drafting = self.is_drafting
 
     def count(self, row: Request, num_drafts: int, num_accepted: int) -> None:

@@ -311,7 +311,8 @@ class Scheduler:
             return None
         self._step_id += 1
         step = builder.finish()
-        self._drafting.ask(step, builder.in_flight)
+        if self._drafting.max_drafts:
+            self._drafting.ask(step, builder.in_flight)
         self.rows.add_updates(step)
         self._in_flight.append(builder.in_flight)
         return step
