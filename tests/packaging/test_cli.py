@@ -172,7 +172,7 @@ def test_unsupported_flag_ends_with_exit_code_2_and_its_name(tmp_path: pathlib.P
             "ascend_vllm.entrypoints.cli",
             "serve",
             str(tmp_path),
-            "--fully-sharded-loras",
+            "--enable-prompt-embeds",
             "--port",
             "0",
         ],
@@ -183,7 +183,7 @@ def test_unsupported_flag_ends_with_exit_code_2_and_its_name(tmp_path: pathlib.P
         check=False,
     )
     assert done.returncode == 2
-    assert "--fully-sharded-loras is not supported: ranks share half of the computation" in done.stderr
+    assert "--enable-prompt-embeds is not supported: prompts are text or token ids" in done.stderr
     assert "Traceback" not in done.stderr
 
 
