@@ -325,8 +325,8 @@ def run(cell: Cell, n: int) -> Served:
     conversations = dict(item for pair in pairs for item in pair if item is not None)
     engine = cell.start()
     try:
-        # as many for as many tokens
-        served = serve(engine, conversations, cell.num_steps)
+        # as many for as many tokens; most drafts of models are right
+        served = serve(engine, conversations, cell.num_steps if cell.drafter == "ngram" else 2)
         audit = engine.call_utility("audit")
     finally:
         engine.shutdown()
@@ -447,13 +447,12 @@ QUICK = [
     Cell(True, False, 1, "swap", True, 64, num_drafts=1),
     Cell(True, True, 1, "swap", True, num_drafts=3, drafter="eagle"),
 ]
-# with drafts there is one step at a time
+# With drafts there is one step at a time, and single sequences end too soon to push each other out.
 SPECULATIVE = [
     (Cell(is_caching, is_chunked, 1, pressure, overlaps, 16, "llama", num_drafts=3, drafter=drafter), n)
     for drafter in DRAFTERS
     for is_caching, is_chunked, overlaps in itertools.product((False, True), repeat=3)
-    for pressure in ("roomy", "recompute", "swap")
-    for n in (1, 3)
+    for n, pressure in ((1, "roomy"), (3, "roomy"), (3, "recompute"), (3, "swap"))
 ]
 # Differences of log-probabilities. Those of the second are rounding in float32, times the factor 4 on its experts:
 # with twelve prompts of 120 to 219 tokens and against float64, transformers in float32 is off by up to 1.6e-5 (median
