@@ -368,7 +368,10 @@ class Scheduler:
                     # each of the rows behind it gets a token
                     most = min(budget + index + 1 - len(running), request.max_num_tokens - end)
                     num_drafts = request.kind.tokens_wanted(request, max(most, 1)) - 1
-                    wanted = end + num_drafts + self._drafting.num_lookahead_tokens
+                    wanted = end + num_drafts
+                    if end <= request.drafts_up_to:
+                        # others would share blocks that they have not reached, or lack them for nothing
+                        wanted += self._drafting.num_lookahead_tokens
                 if not self._make_writable(step, request, num_drafts + 1):
                     if not self._make_room(builder):
                         return 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from ascend_vllm.config.speculation import SpeculativeConfig, SpeculativeMethod
 from ascend_vllm.core.engine_core import EngineCore
 from ascend_vllm.core.request import RequestStatus
 from ascend_vllm.types.messages import BeamSearchSpec, EngineCoreRequest, FinishReason
@@ -17,6 +19,7 @@ from tests.core.memory_executor import (
     assert_all_free,
     assert_tokens,
     entries,
+    make_config,
     make_core,
     make_request,
     run,
@@ -462,3 +465,17 @@ def test_later_sequences_share_the_prompt_of_those_that_run(chunked: bool) -> No
     serve(core, requests)
     computed = [count for made in scheduled(executor) for count in made.values() if count > 1]
     assert computed == [21]
+
+
+def test_beams_have_no_blocks_for_drafts_beside_a_draft_model() -> None:
+    """They never draft, and would share blocks that they have not reached."""
+    config = make_config(max_num_seqs=4)
+    speculation = SpeculativeConfig(
+        SpeculativeMethod.DRAFT_MODEL, 3, draft=config.model, max_model_len=config.model.max_model_len
+    )
+    config = msgspec.structs.replace(config, speculation=speculation)
+    core = EngineCore(config, MemoryExecutor(config, 64))
+    request = make_search(width=2, max_tokens=12)
+    core.add_request(request)
+    # audits each step
+    assert_search(run(core)["b"], request)
