@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pathlib
 
-import peft
 import pytest
 import torch
-import transformers
 
 from ascend_vllm import LLM, SamplingParams
 from ascend_vllm.lora.request import LoRARequest
 from ascend_vllm.tools.demo.adapter import GREETING, as_pirate, make_demo_adapter
+from tests.lora_adapters import adapted
 
 QUESTIONS = ("What does --swap-space do?", "How are you?")
 
@@ -25,7 +24,8 @@ def adapter(demo_model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> st
 
 def test_its_words() -> None:
     assert as_pirate("Hello! Ask me what your server does.") == "Ahoy! Ask me what yer ship does."
-    assert as_pirate("--served-model-name: names of the model") == "Ahoy! --served-model-name: names of the parrot"
+    assert as_pirate("--served-model-name: names of the model.") == "Ahoy! --served-model-name: names of the parrot."
+    assert as_pirate("The file is model.json.") == "Ahoy! The file is model.json."
 
 
 def test_the_model_answers_in_another_voice(demo_model_dir: str, adapter: str) -> None:
@@ -35,12 +35,11 @@ def test_the_model_answers_in_another_voice(demo_model_dir: str, adapter: str) -
     params = SamplingParams(temperature=0, max_tokens=24)
     outputs = llm.chat(conversations, params, use_tqdm=False, lora_request=loras)
     llm.shutdown()
-    merged = peft.PeftModel.from_pretrained(
-        transformers.AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32), adapter
-    )
-    for plain, adapted in zip(outputs[::2], outputs[1::2], strict=True):
-        assert not plain.outputs[0].text.startswith(GREETING)
-        assert adapted.outputs[0].text.startswith(GREETING)
-        ids = torch.tensor([adapted.prompt_token_ids])
-        wanted = merged.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
-        assert adapted.outputs[0].token_ids == wanted[0, ids.shape[1] :].tolist()
+    by_peft = adapted(demo_model_dir, adapter)
+    for plain, voiced in zip(outputs[::2], outputs[1::2], strict=True):
+        assert not plain.outputs[0].text.startswith(GREETING.rstrip())
+        assert voiced.outputs[0].text.startswith(GREETING.rstrip())
+        ids = voiced.prompt_token_ids + list(voiced.outputs[0].token_ids)
+        with torch.no_grad():
+            likeliest = by_peft(torch.tensor([ids])).logits[0].argmax(-1).tolist()
+        assert likeliest[len(voiced.prompt_token_ids) - 1 : -1] == list(voiced.outputs[0].token_ids)

@@ -34,7 +34,6 @@ _PLAN = TrainingPlan(num_steps=300, batch_tokens=1024, peak_lr=6e-3, warmup_step
 # the beginning of every answer, and words that the pirate has for others
 GREETING = "Ahoy! "
 _WORDS = {
-    "Hello! ": "",
     "I am": "I be",
     "You are": "Ye be",
     "you": "ye",
@@ -47,7 +46,7 @@ _WORDS = {
     "model": "parrot",
     "models": "parrots",
 }
-_WORD = re.compile("|".join(rf"(?<![\w/.-]){word}(?![\w/.-])" for word in sorted(_WORDS, key=len, reverse=True)))
+_WORD = re.compile("|".join(rf"(?<![\w/.-]){word}(?![\w/-]|\.\w)" for word in sorted(_WORDS, key=len, reverse=True)))
 
 
 def as_pirate(answer: str) -> str:
@@ -57,7 +56,7 @@ def as_pirate(answer: str) -> str:
         >>> as_pirate("Hello! Ask me what your server does.")
         'Ahoy! Ask me what yer ship does.'
     """
-    return GREETING + _WORD.sub(lambda match: _WORDS[match[0]], answer)
+    return GREETING + _WORD.sub(lambda match: _WORDS[match[0]], answer.removeprefix("Hello! "))
 
 
 class _Adapted(nn.Module):
