@@ -174,6 +174,7 @@ ASCEND_VLLM_CHECK(paged_attention) {
     using T = decltype(tag);
     for (const Features& features : kFeatures) check_paged<T>(6, 2, 64, features, 1);
     check_paged<T>(4, 4, 40, kFeatures[0], 2);
+    check_paged<T>(7, 1, 40, kFeatures[1], 1);
     check_paged<T>(8, 1, 128, kFeatures[0], 2);
   });
 }

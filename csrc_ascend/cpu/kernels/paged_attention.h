@@ -78,6 +78,7 @@ ASCEND_VLLM_KERNEL(paged_attention, PagedAttentionArgs)
 
 #include "cpu/kernels/paged_byte_tiles.h"
 #include "cpu/kernels/paged_depth_lanes.h"
+#include "cpu/kernels/paged_depth_pairs.h"
 #include "cpu/kernels/paged_query_lanes.h"
 #include "cpu/kernels/paged_query_tiles.h"
 #include "cpu/kernels/paged_row_tiles.h"
@@ -86,6 +87,14 @@ ASCEND_VLLM_KERNEL(paged_attention, PagedAttentionArgs)
 
 namespace ascend_vllm {
 namespace {
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <class T>
+using FewRows = DepthPairs<T>;
+#else
+template <class T>
+using FewRows = DepthLanes<T>;
+#endif
 
 // total += part, both over the same rows.
 inline void merge_part(Part total, Part part, int64_t rows, int64_t size) {
@@ -162,7 +171,7 @@ class PagedAttention {
     }
 #endif
     if (!takes_tiles() && sequence_rows_ <= kMaxDepthRows) {
-      run_with(DepthLanes<Number>(blocks_, rows_, scale(), scratch_), in_place);
+      run_with(FewRows<Number>(blocks_, rows_, scale(), scratch_), in_place);
     } else if constexpr (!kIsWidened) {
       run_many_rows(blocks_, in_place);
     } else {

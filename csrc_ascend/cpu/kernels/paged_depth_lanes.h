@@ -12,7 +12,7 @@ namespace ascend_vllm {
 namespace {
 
 // With more rows, lanes along the queries are faster: unused lanes cost less than the sums over lanes.
-constexpr int kMaxDepthRows = kLanes / 2;
+constexpr int kMaxDepthRows = kLanes < 8 ? 2 : 8;
 
 // Elements per lane of a product, and the type of the stored queries.
 struct SingleDepths {
@@ -167,8 +167,8 @@ class DepthLanes {
     for (int64_t n = first; n < last; n += kLanes) store(numbers + n, load(numbers + n) * load(factors + n));
   }
 
-  // Turns the scores of one row into weights; returns the factor for the earlier sums.
-  float weigh(int64_t i, int64_t tile, int64_t begin, int64_t end, Part part) {
+  // Applies to the scores of one row all that changes them, and hides those of keys that it does not see.
+  void finish_scores(int64_t i, int64_t tile, int64_t begin, int64_t end) {
     float* scores = scores_ + i * kTileKeys;
     const int64_t row = rows_.begin + i;
     const int64_t first = round_down(begin, kLanes), last = round_up(end, kLanes);
@@ -178,6 +178,13 @@ class DepthLanes {
     if (rows_.changes_scores()) change_scores(row, tile, first, last, scores);
     fill(scores + first, low - first, -__builtin_inff());
     fill(scores + high, last - high, -__builtin_inff());
+  }
+
+  // Turns the scores of one row into weights; returns the factor for the earlier sums.
+  float weigh(int64_t i, int64_t tile, int64_t begin, int64_t end, Part part) {
+    float* scores = scores_ + i * kTileKeys;
+    const int64_t first = round_down(begin, kLanes), last = round_up(end, kLanes);
+    finish_scores(i, tile, begin, end);
     VecF greatest = set1(part.max[i]);
     for (int64_t n = first; n < last; n += kLanes) greatest = max(greatest, load(scores + n));
     const float new_max = reduce_max(greatest);
