@@ -146,7 +146,12 @@ class _LateFuture(Future[StepOutput]):
 
 
 class MemoryExecutor(Executor):
-    """See the module. `steps` has all steps that it was given."""
+    """See the module.
+
+    Attributes:
+        steps: all that it was given.
+        texts: prompts and answers that do not follow from the hash alone, by request.
+    """
 
     def __init__(self, config: EngineConfig, num_blocks: int, num_cpu_blocks: int = 0) -> None:
         super().__init__(config)
@@ -159,11 +164,12 @@ class MemoryExecutor(Executor):
         self.moves: collections.Counter[MoveKind] = collections.Counter()
         self.late: collections.deque[tuple[SchedulerOutput, Future[StepOutput]]] = collections.deque()
         self.steps: list[SchedulerOutput] = []
+        self.texts: dict[str, list[int]] = {}
         self.first_stage = FirstStage() if config.parallel.pipeline_parallel_size > 1 else None
         # slots of the step's rows that had ended, which the core did not know when it made the step
         self.wasted: set[int] = set()
-        # slots of the step's constrained rows → allowed tokens
-        self.allowed: dict[int, list[int]] = {}
+        # slots of the step's constrained rows → allowed tokens, and those behind each draft
+        self.allowed: dict[int, list[list[int]]] = {}
         self.fail_next: Exception | None = None
         self.is_shut_down = False
         # of collective_rpc
@@ -270,14 +276,14 @@ class MemoryExecutor(Executor):
         return output
 
     def _propose(self, slot_ids: list[int], most: int) -> np.ndarray:
-        """Drafts, some of them wrong, of rows some of which have fewer or none; none of constrained rows."""
+        """Drafts, some of them wrong, of rows some of which have fewer or none."""
         drafts = np.full((len(slot_ids), most), NO_DRAFT, np.int32)
         for line, slot_id in zip(drafts, slot_ids, strict=True):
             row = self.slots[slot_id]
             token_ids = list(row.token_ids)
-            count = 0 if row.params.structured_outputs is not None else len(token_ids) % (most + 1)
-            for place in range(count):
-                right = next_token(row.seed, token_ids)
+            for place in range(len(token_ids) % (most + 1)):
+                known = self.texts.get(row.request_id, [])[len(token_ids) :]
+                right = known[0] if known else next_token(row.seed, token_ids)
                 line[place] = right if len(token_ids) % 5 else (right + 1) % VOCAB_SIZE
                 token_ids.append(int(line[place]))
         return drafts
@@ -347,23 +353,24 @@ class MemoryExecutor(Executor):
             if is_active:
                 if slot_id not in self.wasted:
                     self._check_cache(slot)
-                token = self._next_token(slot_id)
+                token = self._next_token(slot_id, 0)
                 slot.token_ids.append(max(token, 0))
             tokens.append(token if is_active else 0)
         return tokens
 
-    def _next_token(self, slot_id: int) -> int:
+    def _next_token(self, slot_id: int, place: int) -> int:
+        """What a row samples behind so many drafts."""
         slot = self.slots[slot_id]
         if slot_id in self.allowed:
-            return next_allowed_token(slot.seed, slot.token_ids, self.allowed[slot_id])
+            return next_allowed_token(slot.seed, slot.token_ids, self.allowed[slot_id][place])
         return next_token(slot.seed, slot.token_ids)
 
-    def _check_cache(self, slot: Slot) -> None:
-        """Checks that a row's blocks have all tokens that its last one attends to."""
+    def _check_cache(self, slot: Slot, num_drafts: int = 0) -> None:
+        """Checks that a row's blocks have all tokens that its last one and its drafts attend to."""
         count = slot.num_computed_tokens
-        window = self.config.cache.sliding_window or count
-        cached = self.cache[slot.block_ids].reshape(-1)[max(0, count - window) : count].tolist()
-        assert cached == slot.token_ids[max(0, count - window) :], f"{slot.request_id}'s blocks hold other tokens"
+        start = max(0, count - num_drafts - (self.config.cache.sliding_window or count))
+        cached = self.cache[slot.block_ids].reshape(-1)[start:count].tolist()
+        assert cached == slot.token_ids[start:], f"{slot.request_id}'s blocks hold other tokens"
 
     def _output_of_drafts(self, step_id: int, slot_ids: list[int], drafts: dict[int, list[int]]) -> StepOutput:
         """The output of a step in which rows have drafts."""
@@ -372,12 +379,12 @@ class MemoryExecutor(Executor):
         for line, slot_id in zip(table, slot_ids, strict=True):
             row, guesses = self.slots[slot_id], drafts.get(slot_id, [])
             if slot_id not in self.wasted:
-                self._check_cache(row)
+                self._check_cache(row, len(guesses))
             assert 0 <= min(guesses, default=0) <= max(guesses, default=0) < VOCAB_SIZE
             del row.token_ids[len(row.token_ids) - len(guesses) :]
             line[: len(guesses) + 1] = REJECTED_TOKEN
             for place in range(len(guesses) + 1):
-                line[place] = self._next_token(slot_id)
+                line[place] = self._next_token(slot_id, place)
                 row.token_ids.append(max(int(line[place]), 0))
                 if guesses[place : place + 1] != [line[place]]:
                     break
@@ -410,15 +417,20 @@ class MemoryExecutor(Executor):
                 logprobs.token_ids[index, 0, 1:], logprobs.logprobs[index, 0, 1:] = best
 
 
-def _allowed_tokens(step: SchedulerOutput) -> dict[int, list[int]]:
-    """Slot → tokens that the bitmasks of a step's constrained rows allow."""
+def _allowed_tokens(step: SchedulerOutput) -> dict[int, list[list[int]]]:
+    """Slot → tokens that the bitmasks of a step's constrained rows allow, next and behind each draft."""
     if step.bitmask is None:
         assert step.constrained_slots == []
         return {}
     assert step.bitmask.shape == (len(step.constrained_slots), -(-VOCAB_SIZE // 32))
     bits = np.unpackbits(step.bitmask.view(np.uint8), axis=1, bitorder="little")
     assert not bits[:, VOCAB_SIZE:].any()
-    return {slot: np.flatnonzero(row).tolist() for slot, row in zip(step.constrained_slots, bits, strict=True)}
+    allowed: dict[int, list[list[int]]] = {}
+    for slot, row in zip(step.constrained_slots, bits, strict=True):
+        allowed.setdefault(slot, []).append(np.flatnonzero(row).tolist())
+    drafts = dict(step.drafts)
+    assert all(len(masks) == 1 + len(drafts.get(slot, [])) for slot, masks in allowed.items())
+    return allowed
 
 
 def _logprobs(sampled: np.ndarray, width: int) -> StepLogprobs:
@@ -444,23 +456,29 @@ def make_config(
     num_stages: int = 1,
     enable_sleep_mode: bool = False,
     num_drafts: int = 0,
+    looks_ahead: bool = False,
     **scheduler: Any,
 ) -> EngineConfig:
-    """A configuration of the hash model; further settings are SchedulerConfig's."""
-    speculation = SpeculativeConfig(SpeculativeMethod.NGRAM, num_drafts, max_model_len=max_model_len)
+    """A configuration of the hash model; further settings are SchedulerConfig's.
+
+    With `looks_ahead` blocks are allocated for the drafts after the next ones, as for draft models.
+    """
+    model = ModelConfig(
+        "hash",
+        ("hash",),
+        "hash",
+        "Hash",
+        make_arch(),
+        {},
+        "float32",
+        max_model_len,
+        seed=seed,
+        enable_sleep_mode=enable_sleep_mode,
+    )
+    draft = model if looks_ahead else None
+    speculation = SpeculativeConfig(SpeculativeMethod.NGRAM, num_drafts, draft, max_model_len=max_model_len)
     return EngineConfig(
-        model=ModelConfig(
-            "hash",
-            ("hash",),
-            "hash",
-            "Hash",
-            make_arch(),
-            {},
-            "float32",
-            max_model_len,
-            seed=seed,
-            enable_sleep_mode=enable_sleep_mode,
-        ),
+        model=model,
         load=LoadConfig(),
         cache=CacheConfig(block_size=block_size, enable_prefix_caching=prefix_caching, sliding_window=sliding_window),
         scheduler=SchedulerConfig(max_num_batched_tokens, max_num_seqs, max_model_len, chunked, **scheduler),

@@ -71,6 +71,7 @@ EVENTS = (
     "drafts",
     "watched_drafts",
     "right_drafts",
+    "masked_drafts",
 )
 # examples are drawn in rounds until these are reached, which takes about three rounds, or five
 EXAMPLES_OF_A_ROUND = 40
@@ -160,6 +161,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "max_num_partial_prefills": st.integers(1, 3),
                 "long_prefill_token_threshold": st.sampled_from([0, 0, 3, 10]),
                 "num_drafts": st.sampled_from([0, 0, 1, 3]),
+                "looks_ahead": st.booleans(),
             }
         ),
     )
@@ -289,6 +291,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.send(constrained(request_id, constraint, stem + prompt, seed=seed + index, message=message, **given))
 
     def send(self, request: EngineCoreRequest) -> None:
+        if request.sampling_params.structured_outputs is not None:
+            answer = constrain_alone(request, self.max_model_len).token_ids
+            self.executor.texts[request.request_id] = [*request.prompt_token_ids, *answer]
         drawn = self.seeds.getrandbits(63)
         seed = request.sampling_params.seed
         self.sent[request.request_id] = Sent(request, drawn if seed is None else seed)
@@ -375,6 +380,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tokens_for_stages=sum(len(made.sampled) for made in steps),
             masks=sum(len(made.constrained_slots) for made in steps),
             drafts=sum(len(made.drafts) for made in steps),
+            masked_drafts=sum(slot in made.constrained_slots for made in steps for slot, _ in made.drafts),
             watched_drafts=sum(made.max_drafts > 0 and not made.drafts for made in steps),
             right_drafts=0 if stats.drafts is None else stats.drafts.num_accepted_tokens,
         )
