@@ -21,7 +21,8 @@ def allocate_on_first_use(num_bytes: int) -> torch.Tensor:
     Raises:
         OSError: there is not so much memory.
     """
-    memory = mmap.mmap(-1, max(1, num_bytes))
+    # private: the kernel has a setting of its own for huge pages of shared memory, which is off by default
+    memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     ask_for_huge_pages(memory)
     return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
