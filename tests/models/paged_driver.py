@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -140,6 +141,9 @@ class TransformersModel:
 
     def __init__(self, directory: str, dtype: str = "float32") -> None:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
+        # of later versions, which warn of the other name
+        has_new_name = "cache" in inspect.signature(self.model.forward).parameters
+        self._cache_name = "cache" if has_new_name else "past_key_values"
 
     @torch.inference_mode()
     def log_probs(self, prompt: Sequence[int], continuation: Sequence[int] = ()) -> torch.Tensor:
@@ -149,7 +153,8 @@ class TransformersModel:
         output = self.model(torch.tensor([list(prompt)]), use_cache=True)
         logits = [output.logits[0]]
         for token in continuation:
-            output = self.model(torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
+            cache = {self._cache_name: output.past_key_values}
+            output = self.model(torch.tensor([[token]]), use_cache=True, **cache)
             logits.append(output.logits[0])
         return torch.cat(logits).float().log_softmax(-1)
 
