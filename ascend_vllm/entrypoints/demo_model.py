@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 DEMO_MODEL_NAME = "demo"
 _PACKAGE = pathlib.Path(ascend_vllm.__file__).parent
 # sources that the model depends on: the trainer and its texts
-_SOURCES = ("tools/demo/*.py", "tools/demo/*.md", "args/tables/*.py", "envs.py")
+_SOURCES = (
+    *(f"tools/demo/{name}.py" for name in ("checkpoint", "corpus", "training")),
+    *("tools/demo/*.md", "args/tables/*.py", "envs.py"),
+)
 # and what its EAGLE head depends on besides
 _HEAD_SOURCES = ("tools/train_eagle/*.py",)
 # drafts of a row where --speculative-config does not say how many
