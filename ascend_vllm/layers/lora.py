@@ -312,7 +312,9 @@ class LoRAHead(LoRALinear):
         most = self._config.max_added_tokens
         if not most:
             return logits
-        logits = torch.nn.functional.pad(logits, (0, most), value=-torch.inf)
+        own_columns = logits
+        logits = logits.new_empty(len(logits), logits.shape[1] + most)
+        logits[:, :-most], logits[:, -most:] = own_columns, -torch.inf
         if self._step_state.is_plain or not self.sites[1].used:
             return logits
         slots, order = self._rows(len(logits))
