@@ -27,20 +27,29 @@ IntArray = npt.NDArray[np.int64]
 
 # share of all time that drafts may cost in vain
 _LOST_SHARE = 0.02
-# in plain steps: most that may be lost at once, and what must have been earned after more was lost
-_MOST_LOST, _LEAST_EARNED = 3.0, 1.0
+# in plain steps: most that the share is saved up to, and that a step counts as lost; most that gains are saved up to;
+# and what must be there for drafts to be watched
+_MOST_SHARED, _MOST_GAINED, _LEAST_EARNED = 3.0, 10.0, 1.0
+# steps with drafts after which losses count: the first one only proposes
+_GRACE_STEPS = 3
+# plain steps that take more than so many times what they took have become slower
+_MOST_SAME = 1.2
 # by how much drafts must be expected to pay where they do not yet
 _ENTRY_GAIN = 1.05
 # plain steps in a row that measure them; the first one is not made ahead
-_PLAIN_STEPS = 3
-# steps with drafts after which plain ones are measured again, and after which it is decided again
-_DRAFTING_STEPS, _DECISION_STEPS = 256, 8
+_PLAIN_STEPS = 4
+# steps with drafts after which plain ones are measured again: so many for each one that was measured, and at most
+_DRAFTING_FOR_EACH, _MOST_DRAFTING = 16, 256
+# steps with drafts after which it is decided again
+_DECISION_STEPS = 8
 # most plain steps after which it is looked again whether drafts would be right
 _MOST_WATCH_STEPS = 64
 # weight of a new measurement that is above, or below, the ones before; most of it that counts
 _UP_WEIGHT, _DOWN_WEIGHT, _MOST_GROWTH = 0.15, 0.3, 2.0
+# of so many first ones the least counts
+_FIRST_NOTES = 4
 # numbers of tokens up to here are measured one by one, larger ones in fourths of an octave
-_EXACT_TOKENS = 16
+_EXACT_TOKENS, _GROUP = 16, 2**0.25
 # steps after which a cost is forgotten: so many for each that was noted, and at most
 _KEPT_FOR_EACH, _MOST_KEPT = 100, 4000
 # share of a plain step that proposing may take for all drafts to be watched, not only the first one
@@ -67,7 +76,7 @@ class StepCosts:
 
         costs = StepCosts()
         costs.note(8, 0.02, now=1)
-        costs.knows(8, now=20)  # True
+        costs.count(8, now=20)  # 1
     """
 
     def __init__(self) -> None:
@@ -82,14 +91,21 @@ class StepCosts:
             return
         seconds = min(seconds, _MOST_GROWTH * cost.seconds)
         weight = _UP_WEIGHT if seconds > cost.seconds else _DOWN_WEIGHT
+        if cost.count < _FIRST_NOTES and seconds < cost.seconds:
+            # the first steps of a size may have to prepare something
+            weight = 1.0
         cost.seconds += weight * (seconds - cost.seconds)
         cost.num_tokens += weight * (num_tokens - cost.num_tokens)
         cost.count, cost.noted_at = cost.count + 1, now
 
-    def knows(self, num_tokens: int, now: int) -> bool:
-        """Whether steps of about so many tokens have been measured lately."""
+    def forget(self) -> None:
+        """Forgets all that was noted."""
+        self._costs.clear()
+
+    def count(self, num_tokens: int, now: int) -> int:
+        """How many steps of about so many tokens have been noted; 0: none lately."""
         cost = self._costs.get(_key(num_tokens))
-        return cost is not None and not cost.is_old(now)
+        return 0 if cost is None or cost.is_old(now) else cost.count
 
     def points(self, now: int) -> list[tuple[float, float]]:
         """Numbers of tokens, ascending, and the seconds of such steps, without those that are forgotten."""
@@ -173,6 +189,8 @@ class DraftCosts:
         self._token_s = 0.0
         # of plain steps, and of proposing a draft, with as many rows as the last step had; 0: unknown
         self._plain_s = self._propose_s = 0.0
+        # of plain steps before they were measured again since drafts had cost too much; 0: they were not
+        self._doubted_s = 0.0
         # None: plain steps have not been measured yet
         self._earned_s: float | None = None
 
@@ -184,7 +202,7 @@ class DraftCosts:
     @property
     def _num_to_watch(self) -> int:
         """Drafts that a plain step asks for: none while their cost is not earned."""
-        if self._earned_s is None or self._earned_s < 0:
+        if self._earned_s is None or self._earned_s < _LEAST_EARNED * self._plain_s:
             return 0
         is_cheap = self._max_drafts * self._propose_s < _CHEAP_SHARE * self._plain_s
         return self._max_drafts if is_cheap else 1
@@ -232,15 +250,17 @@ class DraftCosts:
         self._plain_s = plain_s
         if plain_s == 0:
             return
-        most = _MOST_LOST * plain_s
-        earned = most if self._earned_s is None else self._earned_s + _LOST_SHARE * seconds
+        most = _MOST_SHARED * plain_s
+        earned = most if self._earned_s is None else self._earned_s
+        if earned < most:
+            earned = min(earned + _LOST_SHARE * seconds, most)
         if step.was_drafting:
             # a step that took very long had another reason
             earned -= min(seconds - (1 + step.num_accepted / num_rows) * plain_s, most)
         elif step.num_asked:
             earned -= step.draft_s
-        self._earned_s = min(earned, most)
-        if self.is_drafting and self._earned_s < 0:
+        self._earned_s = min(earned, _MOST_GAINED * plain_s)
+        if self.is_drafting and earned < (0 if self._num_drafting_steps > _GRACE_STEPS else -most):
             self.decides = True
 
     def decide(self, chances: FloatArray, shares: FloatArray) -> None:
@@ -254,14 +274,22 @@ class DraftCosts:
         num_rows = len(chances)
         if num_rows == 0:
             return
-        if not self._plain.knows(num_rows, self._num_steps) or self._num_drafting_steps >= _DRAFTING_STEPS:
+        num_measured = self._plain.count(num_rows, self._num_steps)
+        if self._num_drafting_steps >= min(_DRAFTING_FOR_EACH * num_measured, _MOST_DRAFTING) or not num_measured:
             self._enter(_Mode.MEASURING, _PLAIN_STEPS, 0)
             return
         plain_s = self._plain.at(num_rows)
-        needed = 0.0 if self._pays else _LEAST_EARNED * plain_s
-        if self._earned_s is None or self._earned_s < needed:
-            self._pays = False
-            self._enter(_Mode.PLAIN, self._watch_steps, 0)
+        if 0 < _MOST_SAME * self._doubted_s < plain_s:
+            # plain steps have become slower, too
+            self._earned_s = _LEAST_EARNED * plain_s
+        self._doubted_s = 0.0
+        if self._earned_s is None or self._earned_s < 0:
+            if self._pays:
+                self._pays, self._doubted_s = False, plain_s
+                self._plain.forget()
+                self._enter(_Mode.MEASURING, _PLAIN_STEPS, 0)
+            else:
+                self._enter(_Mode.PLAIN, self._watch_steps, 0)
             return
         gain, depth = self._expected_gain(chances, shares)
         if gain > (1.0 if self._pays else _ENTRY_GAIN):
@@ -319,9 +347,16 @@ class DraftCosts:
         if not points or points[0][0] > num_rows:
             points.insert(0, (num_rows, plain_s))
         xs, ys = zip(*points, strict=True)
-        # more tokens do not take less time, and beyond what was measured they may be free, or as dear as in prompts
-        least = np.interp(num_tokens, xs, np.maximum.accumulate(ys)) + proposing
-        most = least + (self._token_s or plain_s / num_rows) * np.maximum(0.0, num_tokens - xs[-1])
+        # more tokens do not take less time: between two sizes that were measured a step takes as long as one of them,
+        # and beyond them further tokens may be free, or as dear as in prompts
+        seconds = np.maximum.accumulate(ys)
+        above = np.searchsorted(xs, np.rint(num_tokens))
+        beyond = above == len(xs)
+        above[beyond] -= 1
+        most = seconds[above] + (self._token_s or plain_s / num_rows) * beyond * (num_tokens - xs[-1]) + proposing
+        # sizes of one group are one
+        is_below = np.array(xs)[above] > np.where(num_tokens > _EXACT_TOKENS, _GROUP, 1.0) * np.rint(num_tokens)
+        least = seconds[np.maximum(above - is_below, 0)] + proposing
         lost = most - plain_s * (num_rows + gains) / num_rows
         is_covered = (lost <= (self._earned_s or 0.0)) | (num_tokens == num_rows)
         rates: FloatArray = (num_rows + gains) / least * is_covered

@@ -138,15 +138,15 @@ def test_costs_are_averages_by_size() -> None:
     assert costs.at(1) == costs.at(9) == 0.2
     costs.note(8, 0.4, now=2)
     assert costs.at(6) == pytest.approx(0.3)
-    assert costs.knows(8, now=3)
-    assert not costs.knows(6, now=3)
+    assert costs.count(8, now=3) > 0
+    assert costs.count(6, now=3) == 0
     for now in range(50):
         costs.note(8, 0.5, now)
     assert costs.at(8) == pytest.approx(0.5, rel=0.01)
     # sizes of one group
     costs.note(100, 1.0, now=50)
-    assert costs.knows(102, now=50)
-    assert not costs.knows(130, now=50)
+    assert costs.count(102, now=50) > 0
+    assert costs.count(130, now=50) == 0
 
 
 def test_one_slow_step_counts_little() -> None:
@@ -157,14 +157,21 @@ def test_one_slow_step_counts_little() -> None:
     assert costs.at(8) < 0.12
 
 
+def test_the_first_steps_of_a_size_may_be_slow() -> None:
+    costs = StepCosts()
+    for now, seconds in enumerate((0.9, 0.1, 0.2, 0.1)):
+        costs.note(8, seconds, now)
+    assert costs.at(8) < 0.12
+
+
 def test_old_costs_are_forgotten_the_sooner_the_fewer_there_were() -> None:
     costs = StepCosts()
     costs.note(2, 0.9, now=1)
     for _ in range(20):
         costs.note(3, 0.1, now=1)
-    assert costs.knows(2, now=101)
-    assert not costs.knows(2, now=102)
-    assert costs.knows(3, now=102)
+    assert costs.count(2, now=101) > 0
+    assert costs.count(2, now=102) == 0
+    assert costs.count(3, now=102) > 0
     assert costs.points(now=102) == [(3, 0.1)]
     # what is known of plain steps, even if it is old, is better than nothing
     assert costs.at(2) == 0.9
@@ -265,14 +272,28 @@ def test_it_follows_the_size_of_the_batch() -> None:
     traffic = Traffic(Machine(num_free=12), 4, 2, 0.7)
     traffic.run(200)
     assert traffic.costs.is_drafting
-    traffic.num_rows, before = 64, traffic.num_drafting
+    traffic.num_rows = 64
+    before = traffic.plain_s, traffic.seconds
     traffic.run(400)
-    # it is tried a few times
-    assert traffic.num_drafting < before + 60
+    # what was gained before is spent on trying it a few times
+    assert not traffic.costs.is_drafting
+    assert traffic.plain_s - before[0] > 0.96 * (traffic.seconds - before[1])
     traffic.num_rows = 2
     traffic.costs.note_request()
     traffic.run(80)
     assert traffic.costs.is_drafting
+
+
+def test_a_machine_that_becomes_slower_is_not_held_against_drafts() -> None:
+    """As when another process begins: plain steps are measured again at once, and take as much longer."""
+    traffic = Traffic(Machine(), 4, 2, 0.8)
+    traffic.run(200)
+    for factor in (3, 1 / 3, 2):
+        traffic.machine.fixed_s *= factor
+        traffic.machine.token_s *= factor
+        before = traffic.num_drafting
+        traffic.run(200)
+        assert traffic.num_drafting - before > 180
 
 
 def test_wrong_estimates_are_stopped_by_what_they_cost() -> None:
@@ -300,11 +321,12 @@ def test_a_new_request_is_watched_soon() -> None:
     machine=st.builds(
         Machine,
         fixed_s=st.floats(0.001, 0.1),
-        token_s=st.floats(0.00001, 0.01),
+        token_s=st.floats(0.00001, 0.00025),
         num_free=st.sampled_from([0, 1, 4, 16]),
         wait_s=st.floats(0.0, 0.002),
-        propose_s=st.floats(0.0, 0.02),
     ),
+    # a draft takes up to half of a step
+    propose_share=st.sampled_from([0.0, 0.1, 0.5]),
     max_drafts=st.integers(1, 6),
     num_rows=st.sampled_from([1, 2, 8, 32]),
     chance=st.floats(0.0, 1.0),
@@ -312,12 +334,19 @@ def test_a_new_request_is_watched_soon() -> None:
     seed=st.integers(0, 5),
 )
 def test_it_converges_to_the_best_and_never_costs_much(
-    machine: Machine, max_drafts: int, num_rows: int, chance: float, noise: float, seed: int
+    machine: Machine,
+    propose_share: float,
+    max_drafts: int,
+    num_rows: int,
+    chance: float,
+    noise: float,
+    seed: int,
 ) -> None:
+    machine.token_s *= machine.fixed_s / 0.001
+    machine.propose_s = propose_share * machine.fixed_s
     traffic = Traffic(machine, max_drafts, num_rows, chance, noise=noise, seed=seed)
     traffic.run(256)
-    # if what is tried first costs several steps this takes longer to make up for
-    assert traffic.gain > (0.95 if machine.propose_s < machine.fixed_s / 2 else 0.9)
+    assert traffic.gain > 0.95
     traffic.run(1000)
     assert traffic.gain > 0.955
     best = machine.best_gain(num_rows, chance, max_drafts)
