@@ -43,28 +43,24 @@ class Drafting:
     Attributes:
         max_drafts: most drafts that a step asks for per row; 0: nothing is drafted.
         num_lookahead_tokens: see `SpeculativeConfig`.
+        stats: totals since the start; None: nothing is drafted.
     """
 
     def __init__(self, config: SpeculativeConfig | None) -> None:
         self._config = config
         self.max_drafts = 0 if config is None else config.num_speculative_tokens
         self.num_lookahead_tokens = 0 if config is None else config.num_lookahead_tokens
-        self._stats: DraftStats | None = None
+        self.stats: DraftStats | None = None
         # None: nothing is drafted, or all rows have drafts whatever they cost
         self._costs: DraftCosts | None = None
         if config is not None:
-            self._stats = DraftStats(num_accepted_at=[0] * config.num_speculative_tokens)
+            self.stats = DraftStats(num_accepted_at=[0] * config.num_speculative_tokens)
             if config.is_adaptive:
                 self._costs = DraftCosts(config.num_speculative_tokens)
         # of all rows
         self._record = DraftRecord(_FIRST_RIGHT, _FIRST_WRONG)
         # in the step whose output is being taken
         self._num_accepted = 0
-
-    @property
-    def stats(self) -> DraftStats | None:
-        """Totals since the start; None: nothing is drafted."""
-        return self._stats
 
     @property
     def is_drafting(self) -> bool:
@@ -95,7 +91,7 @@ class Drafting:
 
     def count(self, row: Request, num_drafts: int, num_accepted: int) -> None:
         """Counts the drafts of a row in a step, the first `num_accepted` of which were right."""
-        stats = self._stats
+        stats = self.stats
         if stats is None:
             return
         stats.num_drafts += 1

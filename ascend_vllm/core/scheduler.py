@@ -278,7 +278,8 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if no row can compute. Its tokens count as computed from now on."""
-        if self._in_flight and self._drafting.is_drafting:
+        drafting = self._drafting
+        if self._in_flight and drafting.max_drafts and drafting.is_drafting:
             # the rows' next tokens are not known, and apart from them new ones would stay in steps of their own
             return None
         now = time.monotonic()
@@ -547,7 +548,8 @@ class Scheduler:
             elif self.rows.num_stages > 1:
                 self.rows.send_sampled(request, token_ids)
             outputs.append(result)
-        self._drafting.take(made, sampling_rows, output, self._chunk_size)
+        if self._drafting.max_drafts:
+            self._drafting.take(made, sampling_rows, output, self._chunk_size)
         if any_finished:
             self.rows.drop_finished()
         for root in roots.values():

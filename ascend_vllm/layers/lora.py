@@ -442,10 +442,10 @@ class ModelAdapters:
             ModelLoadError: it has matrices for layers that the model does not have, or of wrong shapes.
         """
         # a stage has the embedding or the head, or neither
-        known = {*self._targets, ADDED_INPUTS, ADDED_OUTPUTS}
-        unknown = sorted(target for target in set(matrices) - known if not self._is_elsewhere(target))
+        added = {ADDED_INPUTS, ADDED_OUTPUTS}
+        unknown = sorted(target for target in set(matrices) - self._targets - added if not self._is_elsewhere(target))
         if unknown:
-            kinds = sorted({target.rpartition(".")[2] for target in self._targets})
+            kinds = sorted({target.rpartition(".")[2] for target in self._targets - added})
             raise ModelLoadError(
                 f"While loading {name}, expected target modules in {kinds} but received {unknown[:8]}. "
                 "Please verify that the loaded LoRA module is correct"

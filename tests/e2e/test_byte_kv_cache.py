@@ -27,6 +27,8 @@ from tests.tiny_models import tiny_model
 
 # log-probabilities of products whose rows are computed together, which may be rounded otherwise
 ROUNDING = 1e-4
+# a number that is computed again may be rounded to the next byte; those of FP8 are far apart
+RECOMPUTED_FP8 = 1e-3
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,10 +85,12 @@ def test_no_feature_changes_an_answer(cell: Cell) -> None:
     assert audit["violations"] == []
     assert served.max_num_swapped > 0 or cell.pressure != "swap"
     assert served.num_prefix_hits > 0 or not cell.is_caching
+    is_rough = cell.kv_cache == "fp8" and cell.pressure == "recompute"
+    rounding = RECOMPUTED_FP8 if is_rough else ROUNDING
     for key, turns in answers_alone(cell.name, cell.kv_cache).items():
         for answer, expected in zip(served.answers[key], turns, strict=True):
             assert answer.prompt_token_ids == expected.prompt_token_ids
-            assert_same(answer.outputs, expected.outputs, ROUNDING)
+            assert_same(answer.outputs, expected.outputs, rounding)
 
 
 @pytest.mark.parametrize(

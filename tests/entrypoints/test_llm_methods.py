@@ -237,6 +237,8 @@ def test_the_fields_of_outputs() -> None:
     assert names(CompletionOutput) == [
         "index", "text", "token_ids", "cumulative_logprob", "logprobs", "finish_reason", "stop_reason",
         "lora_request",
+        # not vLLM's: of speculative decoding
+        "num_drafts", "num_accepted_drafts",
     ]  # fmt: skip
     assert names(RequestMetrics) == [
         "arrival_time", "last_token_time", "first_scheduled_time", "first_token_time", "time_in_queue",

@@ -165,7 +165,7 @@ class ServedAdapters:
         try:
             await engine.add_lora(request)
         except RequestError as error:
-            if await asyncio.to_thread((pathlib.Path(path) / _CONFIG).is_file):
+            if engine.config.lora is None or await asyncio.to_thread((pathlib.Path(path) / _CONFIG).is_file):
                 raise
             text = f"Loading lora {name} failed: No adapter found for {path}"
             raise UnknownAdapterError(text, "lora_path") from error
