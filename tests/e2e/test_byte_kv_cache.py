@@ -27,8 +27,9 @@ from tests.tiny_models import tiny_model
 
 # log-probabilities of products whose rows are computed together, which may be rounded otherwise
 ROUNDING = 1e-4
-# a number that is computed again may be rounded to the next byte; those of FP8 are far apart
-RECOMPUTED_FP8 = 1e-3
+# Of latents, behind a cached prefix a prompt's rest is computed in another form than a whole prompt. Rounding to FP8,
+# whose numbers are far apart, enlarges the difference (AVX2: 3.7e-4; without a cached prefix 0, in float32 6e-6).
+CACHED_FP8_LATENTS = 1e-3
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,6 +73,7 @@ def answers_alone(name: str, kv_cache: str) -> dict[str, list[RequestOutput]]:
         Cell(kv_cache="fp8_per_token_head", is_chunked=True, num_steps=4, block_size=128),
         Cell(kv_cache="int8", is_caching=True, is_chunked=True, num_steps=4, pressure="swap", name="deepseek-v3"),
         Cell(kv_cache="fp8", is_caching=True, pressure="recompute", overlaps=True, name="deepseek-v2"),
+        Cell(kv_cache="fp8", pressure="recompute", overlaps=True, name="deepseek-v2"),
     ],
     ids=str,
 )
@@ -85,8 +87,8 @@ def test_no_feature_changes_an_answer(cell: Cell) -> None:
     assert audit["violations"] == []
     assert served.max_num_swapped > 0 or cell.pressure != "swap"
     assert served.num_prefix_hits > 0 or not cell.is_caching
-    is_rough = cell.kv_cache == "fp8" and cell.pressure == "recompute"
-    rounding = RECOMPUTED_FP8 if is_rough else ROUNDING
+    is_rough = cell.kv_cache == "fp8" and cell.is_caching and cell.name.startswith("deepseek")
+    rounding = CACHED_FP8_LATENTS if is_rough else ROUNDING
     for key, turns in answers_alone(cell.name, cell.kv_cache).items():
         for answer, expected in zip(served.answers[key], turns, strict=True):
             assert answer.prompt_token_ids == expected.prompt_token_ids
