@@ -172,7 +172,7 @@ def main() -> None:
     """Trains and writes the adapter unless it is there, and prints where it is."""
     parser = argparse.ArgumentParser(
         prog="python -m ascend_vllm.tools.demo.adapter",
-        description="Train a LoRA adapter with which the demo model answers like a pirate; less than a minute.",
+        description="Train a LoRA adapter with which the demo model answers like a pirate.",
     )
     parser.add_argument("--output", type=pathlib.Path, default=None, help="directory to write; default: the cache")
     parser.add_argument("--steps", type=int, default=_PLAN.num_steps, help="optimiser steps (default: %(default)s)")
