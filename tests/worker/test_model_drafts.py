@@ -18,6 +18,7 @@ from ascend_vllm.config.speculation import SpeculativeConfig, SpeculativeMethod
 from ascend_vllm.core.draft_costs import DecodingStep
 from ascend_vllm.ops import native
 from ascend_vllm.types.step import NO_DRAFT, NewRow, SchedulerOutput
+from ascend_vllm.worker.speculation import eagle
 from ascend_vllm.worker.speculation.chain_tapes import ChainTapes
 from ascend_vllm.worker.worker import Worker
 from tests.eagle_heads import (
@@ -228,6 +229,42 @@ def _expected_greedy(token_ids: list[int]) -> list[int]:
 EXPECTED = {"another": _expected_greedy, "eagle": _expected_eagle, "eagle3": _expected_eagle3}
 
 
+class _Driven:
+    """A worker with two rows, whose steps are given one by one."""
+
+    def __init__(self, config: EngineConfig, name: str) -> None:
+        self._name = name
+        self._num_steps = 0
+        self.worker = Worker(config)
+        self.worker.load_model()
+        self.worker.initialize_cache(16)
+        prompts = make_prompts(8)[6:]
+        self.lengths = [len(prompt) for prompt in prompts]
+        params = SamplingParams(temperature=0)
+        self.rows = [
+            NewRow(slot, str(slot), prompt, len(prompt), 0, list(range(8 * slot, 8 * slot + 8)), params, 0, [])
+            for slot, prompt in enumerate(prompts)
+        ]
+        self.texts = [list(prompt) for prompt in prompts]
+
+    def run(
+        self, slots: list[int], counts: list[int], max_drafts: int = NUM_DRAFTS, **fields: Any
+    ) -> list[list[int]]:
+        """Runs a step, and compares its drafts with the reference's; returns those of each slot."""
+        step = SchedulerOutput(self._num_steps, [], fields.pop("rows", []), slots, counts, [], **fields)
+        step.max_drafts = max_drafts
+        self._num_steps += 1
+        output = self.worker.execute_model(step)
+        proposed: list[list[int]] = [[], []]
+        assert (output.drafts is not None) == (max_drafts > 0 and len(output.slots) > 0)
+        for index, slot in enumerate(output.slots.tolist()):
+            self.texts[slot] += [token for token in output.sampled_token_ids[index].tolist() if token >= 0]
+            if output.drafts is not None:
+                proposed[slot] = [token for token in output.drafts[index].tolist() if token != NO_DRAFT]
+                assert proposed[slot] == EXPECTED[self._name](self.texts[slot])
+        return proposed
+
+
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("name", EXPECTED)
 def test_drafts_are_what_the_models_predict(
@@ -235,46 +272,70 @@ def test_drafts_are_what_the_models_predict(
 ) -> None:
     """Behind a prompt in chunks, behind right drafts, behind wrong ones and behind none, beside another row."""
     config = make_config(max_num_seqs=2, enforce_eager=enforce_eager)
-    worker = Worker(_with_drafts(config, *drafts[name]))
-    worker.load_model()
-    worker.initialize_cache(16)
-    prompts = make_prompts(8)[6:]
-    lengths = [len(prompt) for prompt in prompts]
-    rows = [
-        NewRow(
-            slot,
-            str(slot),
-            prompt,
-            len(prompt),
-            0,
-            list(range(8 * slot, 8 * slot + 8)),
-            SamplingParams(temperature=0),
-            0,
-            [],
-        )
-        for slot, prompt in enumerate(prompts)
-    ]
-    texts = [list(prompt) for prompt in prompts]
-
-    def run(step: SchedulerOutput) -> list[list[int]]:
-        step.max_drafts = NUM_DRAFTS
-        output = worker.execute_model(step)
-        proposed: list[list[int]] = [[], []]
-        for index, slot in enumerate(output.slots.tolist()):
-            texts[slot] += [token for token in output.sampled_token_ids[index].tolist() if token >= 0]
-            assert output.drafts is not None
-            proposed[slot] = [token for token in output.drafts[index].tolist() if token != NO_DRAFT]
-            assert proposed[slot] == EXPECTED[name](texts[slot])
-        return proposed
-
+    driven = _Driven(_with_drafts(config, *drafts[name]), name)
+    lengths = driven.lengths
     # the first prompt at once, the second in two chunks
-    run(SchedulerOutput(0, [], rows, [0, 1], [lengths[0], 9], []))
-    proposed = run(SchedulerOutput(1, [], [], [1], [lengths[1] - 9], []))
+    driven.run([0, 1], [lengths[0], 9], rows=driven.rows)
+    proposed = driven.run([1], [lengths[1] - 9])
     # the target's next tokens as drafts of one row, where it does not matter who proposed them
-    right = _target_answer(texts[0], 2) if name != "another" else EXPECTED[name](texts[0])[:2]
-    run(SchedulerOutput(2, [], [], [0, 1], [3, 2], [], drafts=[(0, right), (1, proposed[1][:1])]))
-    proposed = run(SchedulerOutput(3, [], [], [0, 1], [1, 1], []))
-    run(SchedulerOutput(4, [], [], [1, 0], [4, 4], [], drafts=[(1, proposed[1]), (0, proposed[0])]))
+    right = _target_answer(driven.texts[0], 2) if name != "another" else EXPECTED[name](driven.texts[0])[:2]
+    driven.run([0, 1], [3, 2], drafts=[(0, right), (1, proposed[1][:1])])
+    proposed = driven.run([0, 1], [1, 1])
+    driven.run([1, 0], [4, 4], drafts=[(1, proposed[1]), (0, proposed[0])])
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_drafts_after_steps_without_any_are_the_same(
+    drafts: dict[str, tuple[str, ModelConfig]], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and tokens are read when drafts are wanted; what a head reads together is limited, too."""
+    monkeypatch.setattr(eagle, "_MOST_READ", 24)
+    driven = _Driven(_with_drafts(make_config(max_num_seqs=2), *drafts[name]), name)
+    lengths = driven.lengths
+    driven.run([0, 1], [lengths[0], 9], 0, rows=driven.rows)
+    driven.run([1], [lengths[1] - 9], 0)
+    for _ in range(5):
+        driven.run([0, 1], [1, 1], 0)
+    # one row alone: the other's are kept
+    proposed = driven.run([0], [1])
+    driven.run([0, 1], [4, 1], 0, drafts=[(0, proposed[0])])
+    driven.run([1], [1])
+    driven.run([0, 1], [1, 1])
+
+
+@pytest.mark.parametrize("most_kept", [12, 13])
+def test_a_row_without_drafts_for_long_has_none_of_a_head_any_more(
+    drafts: dict[str, tuple[str, ModelConfig]], most_kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the other row has; a prompt that is longer than what is kept is read."""
+    monkeypatch.setattr(eagle, "_MOST_KEPT", most_kept)
+    driven = _Driven(_with_drafts(make_config(max_num_seqs=2), *drafts["eagle"]), "eagle")
+    assert min(driven.lengths) > most_kept
+    driven.run([0, 1], driven.lengths, 0, rows=driven.rows)
+    for _ in range(13):
+        driven.run([0], [1], 0)
+    step = SchedulerOutput(99, [], [], [0, 1], [1, 1], [], max_drafts=NUM_DRAFTS)
+    found = driven.worker.execute_model(step)
+    assert found.drafts is not None
+    assert (found.drafts[1] != NO_DRAFT).all()
+    assert (found.drafts[0] != NO_DRAFT).all() == (most_kept == 13)
+
+
+def test_a_head_reads_so_much_at_a_time(
+    drafts: dict[str, tuple[str, ModelConfig]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row whose hidden states wait has its drafts in a later step."""
+    monkeypatch.setattr(eagle, "_MOST_READ", 12)
+    driven = _Driven(_with_drafts(make_config(max_num_seqs=2), *drafts["eagle"]), "eagle")
+    driven.run([0, 1], driven.lengths, rows=driven.rows)
+    for slots in [[0, 1]] * 6 + [[1]]:
+        driven.run(slots, [1] * len(slots), 0)
+    output = driven.worker.execute_model(SchedulerOutput(99, [], [], [0, 1], [1, 1], [], max_drafts=NUM_DRAFTS))
+    assert output.drafts is not None
+    assert (output.drafts != NO_DRAFT).all(axis=1).tolist() == [True, False]
+    for slot, token in enumerate(output.sampled_token_ids[:, 0].tolist()):
+        driven.texts[slot].append(token)
+    driven.run([0, 1], [1, 1])
 
 
 def _target_answer(token_ids: list[int], count: int) -> list[int]:

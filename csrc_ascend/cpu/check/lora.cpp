@@ -8,10 +8,10 @@ namespace ascend_vllm::check {
 namespace {
 
 constexpr double kSingle = 0x1p-24;
-constexpr int64_t kRows = 7, kSlots = 2, kSlices = 2, kMaxRank = 32, kPanels = kMaxRank / kLoraPanel;
+constexpr int64_t kRows = 9, kSlots = 2, kSlices = 2, kMaxRank = 32, kPanels = kMaxRank / kLoraPanel;
 constexpr int32_t kRanks[kSlots] = {5, 32};
 // rows 2 and 5 have no adapter
-const LoraBlock kBlocks[] = {{0, 4, {0, 1, 3, 6}}, {1, 1, {4}}};
+const LoraBlock kBlocks[] = {{0, 6, {0, 1, 3, 6, 7, 8}}, {1, 1, {4}}};
 
 template <class Body>
 void for_rows(const Body& body) {
@@ -56,8 +56,8 @@ ASCEND_VLLM_CHECK(lora_look_up) {
   for_dtypes([](auto tag) {
     using T = decltype(tag);
     constexpr int64_t kEntries = 9;
-    const int64_t indices[kRows] = {3, 0, 8, 8, 1, 2, 5};
-    const int32_t adapters[kRows] = {0, 0, -1, 0, 1, -1, 0};
+    const int64_t indices[kRows] = {3, 0, 8, 8, 1, 2, 5, 7, 4};
+    const int32_t adapters[kRows] = {0, 0, -1, 0, 1, -1, 0, 0, 0};
     Random random(1);
     const auto tables = numbers<T>(random, kSlots * kEntries * kMaxRank);
     std::vector<float> out(kRows * kMaxRank);

@@ -3,8 +3,7 @@
 // rows of a layer's result.
 //
 // Weights are in panels of 16 outputs, inputs first, so that one load has 16 outputs' weights of an input. A
-// row's sums are in the same order whatever other rows there are: over inputs, those with even and odd numbers
-// apart.
+// row's sums are in the same order whatever other rows there are.
 #pragma once
 
 #include "cpu/dispatch.h"
@@ -13,8 +12,8 @@ namespace ascend_vllm {
 
 constexpr int64_t kLoraPanel = 16;
 
-// Most rows of one adapter that share a panel's loads.
-constexpr int kLoraRows = 4;
+// Most rows of one adapter that share a panel's loads: with 16 registers of 8 lanes there is room for their sums.
+constexpr int kLoraRows = 6;
 
 // Rows of a step with the same adapter.
 struct LoraBlock {
@@ -63,6 +62,7 @@ ASCEND_VLLM_KERNEL(lora_expand, LoraExpandArgs)
 #ifdef ASCEND_VLLM_ISA
 
 #include <algorithm>
+#include <array>
 #include <type_traits>
 
 #include "cpu/parallel.h"
@@ -75,26 +75,20 @@ constexpr int kVecsOfPanel = static_cast<int>(kLoraPanel) / kLanes;
 // One panel of one slice for the rows of a block: x [Rows][inputs] → out.
 template <int Rows, class W>
 inline void shrink_panel(const float* const* x, const W* panel, int64_t inputs, float* const* out) {
-  VecF even[Rows][kVecsOfPanel], odd[Rows][kVecsOfPanel];
+  VecF sums[Rows][kVecsOfPanel];
   for (int r = 0; r < Rows; ++r) {
-    for (int v = 0; v < kVecsOfPanel; ++v) even[r][v] = odd[r][v] = set1(0.0f);
+    for (int v = 0; v < kVecsOfPanel; ++v) sums[r][v] = set1(0.0f);
   }
-  const auto add = [&](int64_t k, VecF(&sums)[Rows][kVecsOfPanel]) {
+  for (int64_t k = 0; k < inputs; ++k, panel += kLoraPanel) {
     VecF weights[kVecsOfPanel];
-    for (int v = 0; v < kVecsOfPanel; ++v) weights[v] = load(panel + k * kLoraPanel + v * kLanes);
+    for (int v = 0; v < kVecsOfPanel; ++v) weights[v] = load(panel + v * kLanes);
     for (int r = 0; r < Rows; ++r) {
       const VecF value = set1(x[r][k]);
       for (int v = 0; v < kVecsOfPanel; ++v) sums[r][v] = fma(weights[v], value, sums[r][v]);
     }
-  };
-  int64_t k = 0;
-  for (; k + 2 <= inputs; k += 2) {
-    add(k, even);
-    add(k + 1, odd);
   }
-  if (k < inputs) add(k, even);
   for (int r = 0; r < Rows; ++r) {
-    for (int v = 0; v < kVecsOfPanel; ++v) store(out[r] + v * kLanes, even[r][v] + odd[r][v]);
+    for (int v = 0; v < kVecsOfPanel; ++v) store(out[r] + v * kLanes, sums[r][v]);
   }
 }
 
@@ -108,14 +102,19 @@ inline void with_rows(int count, const Body& body) {
       return body(std::integral_constant<int, 2>{});
     case 3:
       return body(std::integral_constant<int, 3>{});
-    default:
+    case 4:
       return body(std::integral_constant<int, 4>{});
+    case 5:
+      return body(std::integral_constant<int, 5>{});
+    default:
+      return body(std::integral_constant<int, kLoraRows>{});
   }
 }
 
-// All panels of a block's slice. `scratch` has room for the block's rows in float32.
+// All panels of slices [first, last) of a block. `scratch` has room for the block's rows in float32.
 template <class T, class W>
-inline void shrink_block(const LoraShrinkArgs& a, const LoraBlock& block, int64_t slice, float* scratch) {
+inline void shrink_block(const LoraShrinkArgs& a, const LoraBlock& block, int64_t first, int64_t last,
+                         float* scratch) {
   const float* x[kLoraRows];
   for (int r = 0; r < block.count; ++r) {
     float* target = scratch + r * a.inputs;
@@ -126,22 +125,27 @@ inline void shrink_block(const LoraShrinkArgs& a, const LoraBlock& block, int64_
     x[r] = target;
   }
   const int64_t panel_size = a.inputs * kLoraPanel, used = (a.ranks[block.slot] + kLoraPanel - 1) / kLoraPanel;
-  const W* panel = static_cast<const W*>(a.weights) + (block.slot * a.slices + slice) * a.panels * panel_size;
-  for (int64_t p = 0; p < used; ++p, panel += panel_size) {
-    float* out[kLoraRows];
-    for (int r = 0; r < block.count; ++r) {
-      out[r] = a.out + ((block.rows[r] * a.slices + slice) * a.panels + p) * kLoraPanel;
+  for (int64_t slice = first; slice < last; ++slice) {
+    const W* panel = static_cast<const W*>(a.weights) + (block.slot * a.slices + slice) * a.panels * panel_size;
+    for (int64_t p = 0; p < used; ++p, panel += panel_size) {
+      float* out[kLoraRows];
+      for (int r = 0; r < block.count; ++r) {
+        out[r] = a.out + ((block.rows[r] * a.slices + slice) * a.panels + p) * kLoraPanel;
+      }
+      with_rows(block.count, [&](auto rows) { shrink_panel<decltype(rows)::value>(x, panel, a.inputs, out); });
     }
-    with_rows(block.count, [&](auto rows) { shrink_panel<decltype(rows)::value>(x, panel, a.inputs, out); });
   }
 }
 
 template <class T, class W>
 void lora_shrink(const LoraShrinkArgs& a) {
-  const int64_t items = a.num_blocks * a.slices;
-  const int threads = items == 1 ? 1 : threads_for(items * kLoraRows * a.inputs * kLoraPanel);
+  // with few blocks their slices are shared among the threads, each of which widens the rows for itself
+  constexpr int64_t kManyBlocks = 8;
+  const int64_t parts = a.num_blocks < kManyBlocks ? a.slices : 1, items = a.num_blocks * parts;
+  const int threads = items == 1 ? 1 : threads_for(a.num_blocks * a.slices * kLoraRows * a.inputs * kLoraPanel);
   run_parts(items, threads, [&](int64_t item, int64_t thread) {
-    shrink_block<T, W>(a, a.blocks[item / a.slices], item % a.slices,
+    const int64_t first = item % parts;
+    shrink_block<T, W>(a, a.blocks[item / parts], first, parts == 1 ? a.slices : first + 1,
                        a.scratch + thread * kLoraRows * a.inputs);
   });
 }
@@ -163,7 +167,7 @@ void lora_look_up(const LoraLookUpArgs& a) {
 
 // Vectors of outputs that are added up at a time, so that enough sums are under way in few rows, too.
 template <int Rows>
-constexpr int kExpandVecs = 8 / (Rows < 3 ? Rows : 4);
+constexpr int kExpandVecs = std::array{0, 8, 4, 3, 3, 2, 2}[Rows];
 
 // Adds `Vecs` vectors of outputs, from vector `first` of a slice on, to the rows of a block. Of the last one
 // there may be fewer lanes than a vector has.
