@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import itertools
 import json
 import math
+import statistics
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
@@ -29,6 +31,27 @@ _T = TypeVar("_T")
 
 class LoadError(Exception):
     """A request failed, so that there is nothing to compare."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gaps:
+    """Seconds between tokens of streams.
+
+    Attributes:
+        usual: while there was nothing else.
+        asked: while the model itself was asked for a token.
+        loading: while an adapter was loaded.
+        first_use: while it was asked for its first token.
+    """
+
+    usual: list[float]
+    asked: list[float]
+    loading: list[float]
+    first_use: list[float]
+
+    def pause_s(self) -> float:
+        """By how much adapters have lengthened a gap, at most."""
+        return max(max(self.loading) - statistics.median(self.usual), max(self.first_use) - max(self.asked))
 
 
 class Client:
@@ -163,10 +186,11 @@ class Client:
 
     def loading(
         self, *, seed: int, streams: int, input_len: int, output_len: int, adapters: Mapping[str, str], apart_s: float
-    ) -> tuple[list[float], list[float]]:
-        """Streams answers of the model as it is, and meanwhile loads adapters and asks each for a token.
+    ) -> Gaps:
+        """Streams answers of the model as it is; meanwhile loads adapters, and asks each of them for a token.
 
-        When the answers end before everything is loaded, the same ones are streamed again.
+        A token takes a step of its own, loaded adapter or not: so the model itself is asked for one in front of each
+        adapter. When the answers end before everything is loaded, the same ones are streamed again.
 
         Args:
             seed: of the prompts.
@@ -174,10 +198,7 @@ class Client:
             input_len: tokens of their prompts.
             output_len: tokens of these answers.
             adapters: directories of the adapters by the names that they get; unloaded again at the end.
-            apart_s: seconds before the first of them and between them, so that there are gaps without loading, too.
-
-        Returns:
-            seconds between tokens of the streams: while nothing was loaded, and while something was.
+            apart_s: seconds between them, so that there are gaps without loading, too.
 
         Raises:
             LoadError: a request failed, or there are no gaps.
@@ -191,19 +212,28 @@ class Client:
                 outcomes += (await generator.run(requests)).outcomes
             return outcomes
 
-        async def send() -> tuple[list[Outcome], list[tuple[float, float]]]:
+        async def send() -> tuple[list[Outcome], list[tuple[str, float, float]]]:
             client, loaded = make_client(args), asyncio.Event()
+            spans: list[tuple[str, float, float]] = []
+
+            async def post(kind: str, path: str, **body: Any) -> None:
+                start = time.perf_counter()
+                await _post(client, path, **body)
+                spans.append((kind, start, time.perf_counter()))
+
             try:
                 generator = LoadGenerator(args, client, self._model_name, self._tokenizer)
                 streaming = asyncio.create_task(stream(generator, loaded))
                 await asyncio.sleep(apart_s)
-                spans = []
+                # answered once the streams' prompts are computed
+                await post("begin", "/v1/completions", model=self._model_name, prompt=[1], max_tokens=1)
                 for name, directory in adapters.items():
-                    start = time.perf_counter()
-                    await _post(client, "/v1/load_lora_adapter", lora_name=name, lora_path=directory)
-                    await _post(client, "/v1/completions", model=name, prompt=[1], max_tokens=1)
-                    spans.append((start, time.perf_counter()))
                     await asyncio.sleep(apart_s)
+                    await post("asked", "/v1/completions", model=self._model_name, prompt=[1], max_tokens=1)
+                    await asyncio.sleep(apart_s)
+                    await post("loading", "/v1/load_lora_adapter", lora_name=name, lora_path=directory)
+                    await post("first_use", "/v1/completions", model=name, prompt=[1], max_tokens=1)
+                await asyncio.sleep(apart_s)
                 loaded.set()
                 outcomes = await streaming
                 for name in adapters:
@@ -214,16 +244,16 @@ class Client:
 
         outcomes, spans = _run(send())
         _check(outcomes)
-        usual, loading = [], []
+        (_, _, begin), *spans = spans
+        gaps = Gaps([], [], [], [])
         for outcome in outcomes:
-            # the first gaps may have other streams' prompts in them
-            moments = [moment for moment in outcome.moments if moment > spans[0][0] - apart_s / 2]
-            for before, after in itertools.pairwise(moments):
-                is_during = any(before < end and after > start for start, end in spans)
-                (loading if is_during else usual).append(after - before)
-        if not usual or not loading:
+            for before, after in itertools.pairwise(moment for moment in outcome.moments if moment > begin):
+                kinds = {kind for kind, start, end in spans if before < end and after > start}
+                for kind in kinds or {"usual"}:
+                    getattr(gaps, kind).append(after - before)
+        if not all((gaps.usual, gaps.asked, gaps.loading, gaps.first_use)):
             raise LoadError("There are no gaps between tokens to see; ask for more tokens.")
-        return usual, loading
+        return gaps
 
     def _arguments(
         self, seed: int, num_prompts: int, concurrency: int | None, input_len: int, output_len: int, prefix_len: int
