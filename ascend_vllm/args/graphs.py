@@ -8,6 +8,7 @@ from ascend_vllm.config.graphs import (
     GraphConfig,
     GraphMode,
     default_capture_sizes,
+    default_piece_sizes,
     fit_capture_sizes,
     parse_capture_sizes,
 )
@@ -59,7 +60,10 @@ def resolve_graph_config(config: EngineConfig, max_seq_len_to_capture: int) -> G
         max_seq_len,
     )
     # a row has all drafts or, rarely, fewer
-    return GraphConfig(mode, sizes, max_seq_len, (1, num_drafts + 1) if num_drafts else (1,))
+    query_lens = (1, num_drafts + 1) if num_drafts else (1,)
+    return GraphConfig(
+        mode, sizes, max_seq_len, query_lens, default_piece_sizes(config.scheduler.max_num_batched_tokens)
+    )
 
 
 def _reason_against(config: EngineConfig, *, asks: bool) -> str | None:

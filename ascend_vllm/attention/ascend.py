@@ -25,7 +25,7 @@ from ascend_vllm.attention.ascend_calls import (
 )
 from ascend_vllm.attention.ascend_custom import norm_rope_store, store_kv_custom
 from ascend_vllm.attention.ascend_plan import Part, RowKind, split_rows
-from ascend_vllm.attention.backend import AttentionSpec, ForwardBatch, HeadNorms, RotaryStep
+from ascend_vllm.attention.backend import AttentionSpec, ForwardBatch, HeadNorms, QueryKeyValue, RotaryStep, Splitter
 from ascend_vllm.ops import ascend_custom
 from ascend_vllm.types.kv_cache import KVCacheSpec
 
@@ -42,6 +42,12 @@ class AscendStep:
     parts: list[DevicePart]
     # the step is being compiled
     is_compiled: bool = False
+    # the step is being captured in pieces
+    splitter: Splitter | None = None
+
+    def kept(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> QueryKeyValue:
+        """The same, in memory that stays where it is if attention runs between graphs."""
+        return (query, key, value) if self.splitter is None else self.splitter.keep(query, key, value)
 
 
 class AscendAttention(AscendBackend):
@@ -49,6 +55,7 @@ class AscendAttention(AscendBackend):
 
     name = "ascend"
     head_sizes = range(16, 257, 16)
+    can_split = True
 
     def __init__(self, block_size: int) -> None:
         super().__init__(block_size)
@@ -79,6 +86,9 @@ class AscendAttention(AscendBackend):
             kinds=frozenset((kind,)),
         )
         return AscendStep(slots, [DevicePart(part, batch.block_table, {})], is_compiled=True)
+
+    def prepare_split(self, batch: ForwardBatch, splitter: Splitter) -> AscendStep:
+        return AscendStep(self._stored_slots(batch.slot_mapping, batch.slot_mapping.shape[0]), [], splitter=splitter)
 
     def describe(self) -> str:
         custom = f", custom operators {', '.join(sorted(self._custom))}" if self._custom else ""
@@ -141,16 +151,19 @@ class AscendAttention(AscendBackend):
             raise RuntimeError("the attention backend has no KV cache: call bind first")
         num_tokens, head_size = query.shape[0], spec.head_size
         if "norm_rope_store" in self._custom and not metadata.is_compiled:
-            keeps_keys = any(part.part.kind == RowKind.PROMPT for part in metadata.parts)
+            # a replay of pieces may have prompts
+            is_split = metadata.splitter is not None
+            keeps_keys = is_split or any(part.part.kind == RowKind.PROMPT for part in metadata.parts)
             stored = norm_rope_store(
                 spec, query, key, value, kv_cache, metadata.slots, rotary, norms, keeps_keys=keeps_keys
             )
             if stored is not None:
-                return self._attend(spec, *stored, kv_cache, metadata)
+                return self._attend(spec, *metadata.kept(*stored), kv_cache, metadata)
         if norms is not None:
             query, key = norms.apply(query, key)
         if rotary is not None:
             rotary.rotate(query, key, spec.head_size)
+        query, key, value = metadata.kept(query, key, value)
         # the operators take no strided rows, such as those of a fused projection
         key = key.contiguous().view(num_tokens, spec.num_kv_heads, head_size)
         value = value.contiguous().view(num_tokens, spec.num_kv_heads, head_size)
@@ -173,6 +186,8 @@ class AscendAttention(AscendBackend):
         """[T, N*D]; the arguments are those of `LayerInput`."""
         if self._mask is None:
             raise RuntimeError("the attention backend has no KV cache: call bind first")
+        if metadata.splitter is not None:
+            return metadata.splitter.split(lambda step: self._attend(spec, query, key, value, kv_cache, step), query)
         key_cache, value_cache = kv_cache.unbind(0)
         layer = LayerInput(spec, query, key, value, key_cache.flatten(2), value_cache.flatten(2))
         width = spec.num_heads * spec.head_size

@@ -11,8 +11,8 @@ import abc
 import dataclasses
 import math
 import types
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,8 @@ from ascend_vllm.types.kv_cache import KEY_VALUE, LATENT, KVCacheSpec
 # One layer's KV cache as its backend makes it (`AttentionBackend.make_cache`): a tensor of `kv_cache_shape`, or with
 # its scales beside it. Only the backend accesses it.
 LayerCache: TypeAlias = Any
+
+QueryKeyValue: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 # `ForwardBatch.state` if no layer has declared step state
 NO_STATE: Mapping[str, torch.Tensor] = types.MappingProxyType({})
@@ -44,7 +46,7 @@ class ForwardBatch:
     # [T] int64, device: position of each token in its sequence
     positions: torch.Tensor
     # [T] int64, device: block * block_size + offset of each token's key and value; negative: not stored, which is
-    # possible only for tokens of decoding steps
+    # possible only for tokens of decoding steps, and for padding tokens
     slot_mapping: torch.Tensor
     # [R+1] int32, device
     query_start: torch.Tensor
@@ -173,6 +175,25 @@ class HeadNorms:
         return heads.view(x.shape)
 
 
+class Splitter(Protocol):
+    """Captures a forward pass in pieces: a graph ends before each attention call, and the next begins after it."""
+
+    def keep(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> QueryKeyValue:
+        """[T, …] each, inputs of a layer's attention → contiguous copies of them, in memory that all layers share."""
+
+    def split(self, attend: Callable[[Any], torch.Tensor], query: torch.Tensor) -> torch.Tensor:
+        """Leaves attention out of the graphs.
+
+        Args:
+            attend: gets `prepare`'s result for a step of t tokens; reads the first t of each kept tensor, and returns
+                [t, N*D]. Called by each replay.
+            query: [T, N, D].
+
+        Returns:
+            [T, N*D], into which replays copy the result.
+        """
+
+
 class AttentionBackend(abc.ABC):
     """Attention over a paged KV cache on one kind of device. One object serves all layers of a model.
 
@@ -185,6 +206,7 @@ class AttentionBackend(abc.ABC):
         changes_scores: it supports soft caps and ALiBi.
         supports_latent: it supports latent attention, by `forward_latent`.
         norms_heads: it has `forward_normed`.
+        can_split: it has `prepare_split`, so that its calls can run between captured graphs.
     """
 
     name: str
@@ -194,6 +216,7 @@ class AttentionBackend(abc.ABC):
     changes_scores: bool = False
     supports_latent: bool = False
     norms_heads: bool = False
+    can_split: bool = False
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -281,6 +304,15 @@ class AttentionBackend(abc.ABC):
         """
         return None
 
+    def prepare_split(self, batch: ForwardBatch, splitter: Splitter) -> Any:
+        """`prepare` for a pass that is captured in pieces; only where `can_split` is set.
+
+        Args:
+            batch: padded. Its rows say nothing of those of a replay.
+            splitter: of the capture.
+        """
+        raise NotImplementedError(f"attention backend {self.name} cannot be split off")
+
     def prepare_compiled(self, batch: ForwardBatch, seq_lens: list[int]) -> Any:
         """`prepare` for compiled code, of rows of `max_query_len` tokens each; only if `replay_arguments` has lists.
 
@@ -298,7 +330,7 @@ class AttentionBackend(abc.ABC):
         """Number of blocks after those of the pool, for tokens that are not to be stored; 0 if not needed.
 
         Args:
-            max_num_tokens: maximum tokens of a decoding step.
+            max_num_tokens: maximum tokens of a decoding step, or of a step that is captured in pieces.
         """
         return 0
 

@@ -1,6 +1,7 @@
-"""The configuration of decoding graphs, and their capture sizes.
+"""The configuration of graphs, and their capture sizes.
 
-A capture size is the number of rows of a graph. Smaller batches are padded to the next larger size.
+A capture size is the number of rows of a decoding graph. Smaller batches are padded to the next larger size. Steps
+with prompts have sizes of their own, which are numbers of tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from ascend_vllm.errors import ConfigError
 
 # size 1 is not captured: padding one row to two costs nothing, and compilers specialise dimensions of size 1
 MIN_CAPTURE_SIZE = 2
+# Tokens of a step with prompts. Up to the largest size a step takes about as long as reading the weights, so that
+# padding costs the device little: an Ascend910B computes some 260 operations in 16 bits while it reads a byte.
+_PIECE_SIZES = (16, 32, 64, 128, 256)
 
 
 class GraphMode(enum.StrEnum):
@@ -38,12 +42,20 @@ class GraphConfig(msgspec.Struct, frozen=True):
         max_seq_len: maximum length of sequences in a graph; steps with a longer one run eagerly.
         query_lens: tokens per row of a decoding step: 1, and with drafts also that of a row with drafts.
             There is a graph for each pair of capture size and query length; tapes are recorded for no other lengths.
+        piece_sizes: tokens of steps with prompts that are captured in pieces between attention calls, ascending.
+            Steps with more tokens run eagerly.
     """
 
     mode: GraphMode = GraphMode.EAGER
     capture_sizes: tuple[int, ...] = ()
     max_seq_len: int = 0
     query_lens: tuple[int, ...] = (1,)
+    piece_sizes: tuple[int, ...] = ()
+
+
+def default_piece_sizes(max_num_tokens: int) -> tuple[int, ...]:
+    """`GraphConfig.piece_sizes` where a step has so many tokens at most."""
+    return tuple(size for size in _PIECE_SIZES if size <= max_num_tokens)
 
 
 def parse_capture_sizes(text: str, name: str) -> tuple[int, ...]:

@@ -97,12 +97,11 @@ class StepState:
         """Writes a step's values, by name, without waiting for the device; returns the tensors of the step."""
         return {name: self._memory[name][: len(value)].copy_(value) for name, value in values.items()}
 
-    def pad(self, num_rows: int, padded_rows: int, query_len: int) -> None:
-        """Fills the entries of padding rows, in a batch of `query_len` tokens per row."""
+    def pad(self, rows: slice, tokens: slice) -> None:
+        """Fills the entries of padding rows and their tokens."""
         for name, spec in self.specs.items():
-            each = 1 if spec.is_per_row else query_len
-            start, end = num_rows * each, padded_rows * each
+            padding = rows if spec.is_per_row else tokens
             if spec.order_of:
-                torch.arange(start, end, out=self._memory[name][start:end])
+                torch.arange(padding.start, padding.stop, out=self._memory[name][padding])
             else:
-                self._memory[name][start:end].fill_(spec.fill)
+                self._memory[name][padding].fill_(spec.fill)

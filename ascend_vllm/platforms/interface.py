@@ -36,6 +36,14 @@ class GraphRecorder(abc.ABC):
     def capture(self, work: Callable[[], None]) -> DeviceGraph:
         """Captures what a function launches, without computing it. The function must not wait for the device."""
 
+    @abc.abstractmethod
+    def capture_pieces(self, work: Callable[[Callable[[], None]], None]) -> list[DeviceGraph]:
+        """As `capture`, but as several graphs without host arguments, in the order of their work.
+
+        Args:
+            work: what to capture; it gets a function, and calls it where a graph ends and the next one begins.
+        """
+
 
 class GraphCompiler(abc.ABC):
     """Compiles functions to graphs of the device, and caches the results on disk."""

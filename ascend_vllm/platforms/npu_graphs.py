@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ascend_vllm.platforms.interface import DeviceGraph, GraphRecorder
+
+# HCCL watches its collectives from a thread of its own
+_ERROR_MODE = "thread_local"
 
 
 class NpuGraphRecorder(GraphRecorder):
@@ -32,8 +36,7 @@ class NpuGraphRecorder(GraphRecorder):
                 pool=self._pool,
                 stream=self._stream,
                 auto_dispatch_capture=True,
-                # HCCL watches its collectives from a thread of its own
-                capture_error_mode="thread_local",
+                capture_error_mode=_ERROR_MODE,
             ):
                 work()
         except RuntimeError:
@@ -43,6 +46,32 @@ class NpuGraphRecorder(GraphRecorder):
                 self._npu.set_stream(stream)
             raise
         return NpuGraph(self._npu, graph)
+
+    def capture_pieces(self, work: Callable[[Callable[[], None]], None]) -> list[DeviceGraph]:
+        """See `GraphRecorder.capture_pieces`."""
+        pieces: list[Any] = []
+
+        def begin() -> None:
+            graph = self._npu.NPUGraph()
+            graph.capture_begin(pool=self._pool, capture_error_mode=_ERROR_MODE)
+            pieces.append(graph)
+
+        def split() -> None:
+            pieces[-1].capture_end()
+            begin()
+
+        self._npu.synchronize()
+        with self._npu.stream(self._stream):
+            begin()
+            try:
+                work(split)
+            except RuntimeError:
+                # what went wrong is more than that the capture cannot end
+                with contextlib.suppress(RuntimeError):
+                    pieces[-1].capture_end()
+                raise
+            pieces[-1].capture_end()
+        return [NpuGraphPiece(graph) for graph in pieces]
 
 
 class NpuGraph(DeviceGraph):
@@ -69,3 +98,18 @@ class NpuGraph(DeviceGraph):
         self._updates.wait_event(self._done)
         self.graph.update(cpu_update_input=[dict(host_arguments)])
         self._done.record()
+
+
+class NpuGraphPiece(DeviceGraph):
+    """A captured graph without operators that have host arguments.
+
+    Args:
+        graph: torch_npu's object.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+
+    def replay(self, host_arguments: Mapping[str, list[int]]) -> None:  # noqa: ARG002 - there are none
+        """See `DeviceGraph.replay`."""
+        self._graph.replay()

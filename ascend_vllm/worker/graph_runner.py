@@ -140,7 +140,7 @@ class StaticInputs:
             self.slot_mapping[num_tokens : size * query_len].fill_(_NOWHERE)
             self.seq_lens[num_rows:size].fill_(padded_len(query_len))
             self.block_table[num_rows:size, :1].zero_()
-            self._step_state.pad(num_rows, size, query_len)
+            self._step_state.pad(slice(num_rows, size), slice(num_tokens, size * query_len))
 
 
 class PaddedGraphs(abc.ABC):

@@ -47,7 +47,7 @@ class KVMemory:
         self._specs = [layer.kv_cache_spec(config.cache.block_size) for layer in layers]
         self.block_bytes = sum(spec.block_bytes for spec in self._specs)
         self.num_spare_blocks = backend.num_spare_blocks(
-            config.scheduler.max_num_seqs * max(config.graphs.query_lens)
+            max((config.scheduler.max_num_seqs * max(config.graphs.query_lens), *config.graphs.piece_sizes))
         )
 
     def num_blocks(self, other_bytes: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,12 +27,12 @@ from ascend_vllm.worker.sampling.sampler import PROCESSED_LOGITS, PROCESSED_LOGP
 from ascend_vllm.worker.speculation.proposer import ComputedStep, Proposer
 
 
-class DecodeGraphs(Protocol):
-    """Computes decoding steps faster than operator by operator."""
+class StepGraphs(Protocol):
+    """Computes some steps faster than operator by operator."""
 
     @property
     def query_lens(self) -> Sequence[int]:
-        """Tokens that each row of such a step may have."""
+        """Most tokens that a row of such a step may have."""
 
     def capture(self) -> None:
         """Called once before the first step, to capture or compile graphs."""
@@ -59,9 +59,15 @@ class ModelForward:
         self._kv_caches = kv_caches
         self._link = link
 
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """[T, H] of a batch's tokens, or [S, H] of its `output_indices`."""
-        metadata = self._backend.prepare(batch)
+    def __call__(self, batch: ForwardBatch, metadata: Any = None) -> torch.Tensor:
+        """[T, H] of a batch's tokens, or [S, H] of its `output_indices`.
+
+        Args:
+            batch: of the step.
+            metadata: of the step, for the backend; None: what it prepares.
+        """
+        if metadata is None:
+            metadata = self._backend.prepare(batch)
         hidden = None if self._link is None else self._link.receive(len(batch.input_ids))
         return self._model.forward(batch, self._kv_caches, self._backend, metadata, hidden)
 
@@ -112,13 +118,13 @@ class ModelRunner:
         )
         self._device = device
         self._multi_step = MultiStepDecoder(batch, self.sampler, self._logits, device, host_memory=host_memory)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: list[StepGraphs] = []
         self._proposer: Proposer | None = None
         self._needs_hidden = needs_hidden
 
-    def use_graphs(self, graphs: DecodeGraphs) -> None:
-        """Computes steps by these graphs of the forward pass where possible."""
-        self._graphs = graphs
+    def use_graphs(self, graphs: StepGraphs) -> None:
+        """Computes steps by these graphs of the forward pass where possible, and by earlier ones where those can."""
+        self._graphs.append(graphs)
 
     def use_proposer(self, proposer: Proposer) -> None:
         """Lets this propose drafts after each step."""
@@ -229,10 +235,10 @@ class ModelRunner:
 
         Results of graphs are valid until the graphs run again.
         """
-        graphs, hidden = self._graphs, None
-        if graphs is not None and batch.max_query_len in graphs.query_lens:
-            hidden = graphs.run(batch)
-        return self.forward(batch) if hidden is None else hidden
+        for graphs in self._graphs:
+            if batch.max_query_len in graphs.query_lens and (hidden := graphs.run(batch)) is not None:
+                return hidden
+        return self.forward(batch)
 
     def _logits(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, V] of all of the step's tokens."""

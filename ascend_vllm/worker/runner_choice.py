@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
@@ -16,6 +17,7 @@ from ascend_vllm import envs
 from ascend_vllm.attention.backend import AttentionBackend, LayerCache
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.config.graphs import GraphMode
+from ascend_vllm.distributed.collectives import Collectives
 from ascend_vllm.distributed.parallel_context import ParallelContext
 from ascend_vllm.distributed.stage_link import StageLink
 from ascend_vllm.errors import ConfigError
@@ -24,13 +26,14 @@ from ascend_vllm.layers.step_state import StepState
 from ascend_vllm.logger import init_logger
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.ops.native import load_native_library
-from ascend_vllm.platforms.interface import Platform
+from ascend_vllm.platforms.interface import GraphRecorder, Platform
 from ascend_vllm.worker.block_mover import BlockMover
 from ascend_vllm.worker.compiled_runner import CompiledRunner
 from ascend_vllm.worker.graph_cache import GraphCache, fingerprint
 from ascend_vllm.worker.graph_runner import GraphRunner
 from ascend_vllm.worker.input_batch import InputBatch
-from ascend_vllm.worker.model_runner import DecodeGraphs, ModelForward, ModelRunner
+from ascend_vllm.worker.model_runner import ModelForward, ModelRunner, StepGraphs
+from ascend_vllm.worker.piecewise_runner import PiecewiseRunner
 from ascend_vllm.worker.pooling import PoolingRunner, make_gatherer
 from ascend_vllm.worker.sampling.acceptance import TypicalAcceptance
 from ascend_vllm.worker.speculation.proposer import ProposerFactory
@@ -77,6 +80,7 @@ class RunnerFactory:
         platform: of the device, initialised.
         device: of the model.
         parallel: ranks of the worker.
+        collectives: of its tensor-parallel group.
         link: to the other pipeline stages; None: there are none.
         loaded: the model to run.
     """
@@ -87,6 +91,7 @@ class RunnerFactory:
         platform: Platform,
         device: torch.device,
         parallel: ParallelContext,
+        collectives: Collectives,
         link: StageLink | None,
         loaded: LoadedModel,
     ) -> None:
@@ -94,6 +99,7 @@ class RunnerFactory:
         self._platform = platform
         self._device = device
         self._parallel = parallel
+        self._collectives = collectives
         self._link = link
         self._loaded = loaded
 
@@ -146,32 +152,54 @@ class RunnerFactory:
         """
         if not isinstance(runner, ModelRunner):
             return
-        graphs: DecodeGraphs | None
+        graphs: Sequence[StepGraphs]
         match self._config.graphs.mode:
             case GraphMode.RECORDED:
                 graphs = self._make_tapes(runner)
             case GraphMode.COMPILED:
-                graphs = self._make_compiled_graphs(kv_caches)
+                graphs = [self._make_compiled_graphs(kv_caches), *self._make_pieces(runner)]
             case _:
                 graphs = self.make_captured_graphs(runner)
-        if graphs is not None:
-            graphs.capture()
-            runner.use_graphs(graphs)
+        for each in graphs:
+            each.capture()
+            runner.use_graphs(each)
 
-    def make_captured_graphs(self, runner: Runner) -> GraphRunner | None:
-        """Makes the captured graphs of a runner, which are not captured yet; None if the runner has none."""
+    def make_captured_graphs(self, runner: Runner) -> list[GraphRunner | PiecewiseRunner]:
+        """Makes the captured graphs of a runner: of decoding steps, then of steps with prompts, if they have some.
+
+        They share memory, and are not captured yet.
+        """
         graphs, loaded = self._config.graphs, self._loaded
         if graphs.mode == GraphMode.EAGER or not isinstance(runner, ModelRunner):
-            return None
+            return []
         recorder = self._platform.make_graph_recorder()
         if recorder is None or loaded.backend.replay_arguments([1]) is None:
             missing = "the device has none" if recorder is None else "the attention operators cannot be replayed"
             logger.warning("Decoding runs without graphs: %s", missing)
-            return None
+            return []
         block_size = self._config.cache.block_size
-        return GraphRunner(
+        decoding = GraphRunner(
             graphs, block_size, self._device, loaded.step_state, loaded.backend, runner.forward, recorder
         )
+        return [decoding, *self._make_pieces(runner, recorder)]
+
+    def _make_pieces(self, runner: ModelRunner, recorder: GraphRecorder | None = None) -> list[PiecewiseRunner]:
+        """The graphs of steps with prompts; none if the backend cannot be split."""
+        recorder = recorder or self._platform.make_graph_recorder()
+        loaded, config = self._loaded, self._config
+        if recorder is None or not loaded.backend.can_split or not config.graphs.piece_sizes:
+            return []
+        pieces = PiecewiseRunner(
+            config.graphs.piece_sizes,
+            config.scheduler.max_num_seqs,
+            self._device,
+            loaded.step_state,
+            loaded.backend,
+            runner.forward,
+            recorder,
+            self._collectives,
+        )
+        return [pieces]
 
     def _make_compiled_graphs(self, kv_caches: list[LayerCache]) -> CompiledRunner:
         config, loaded = self._config, self._loaded
@@ -197,15 +225,16 @@ class RunnerFactory:
             cache,
         )
 
-    def _make_tapes(self, runner: ModelRunner) -> TapeRunner | None:
+    def _make_tapes(self, runner: ModelRunner) -> list[TapeRunner]:
         if not load_native_library():
-            return None
+            return []
         config = self._config
         blocks_per_row = math.ceil(config.scheduler.max_model_len / config.cache.block_size)
-        return TapeRunner(
+        tapes = TapeRunner(
             runner.forward,
             config.scheduler.max_num_seqs,
             blocks_per_row,
             self._loaded.step_state,
             config.graphs.query_lens,
         )
+        return [tapes]

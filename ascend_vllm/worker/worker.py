@@ -365,7 +365,13 @@ class Worker:
 
     def _runners(self) -> RunnerFactory:
         return RunnerFactory(
-            self._config, self._platform, self._device, self._parallel, self._link, self._model_in_use
+            self._config,
+            self._platform,
+            self._device,
+            self._parallel,
+            self._collectives,
+            self._link,
+            self._model_in_use,
         )
 
     def _kv_memory(self) -> KVMemory:
@@ -423,7 +429,7 @@ class Worker:
             self._free_caches()
 
     def _graph_bytes(self) -> int:
-        """Memory of the graphs: that of the largest one, which all share, and the outputs of the others.
+        """Memory of the graphs: that of the largest of each kind, which all share, and the outputs of the others.
 
         Raises:
             ConfigError: there is not enough memory.
@@ -435,16 +441,17 @@ class Worker:
         runner = runners.make_runner(kv_caches, [])
         # compiled graphs launch the same operators
         graphs = runners.make_captured_graphs(runner)
-        if graphs is None:
+        if not graphs:
             return 0
         self._platform.release_memory()
         before = self._platform.free_bytes()
         try:
-            graphs.capture(only_largest=True)
+            for each in graphs:
+                each.capture(only_largest=True)
             self._platform.release_memory()
-            return before - self._platform.free_bytes() + graphs.output_bytes()
+            return before - self._platform.free_bytes() + sum(each.output_bytes() for each in graphs)
         finally:
-            del graphs, runner, runners, kv_caches
+            del each, graphs, runner, runners, kv_caches
             self._free_caches()
             self._platform.release_memory()
 

@@ -252,14 +252,15 @@ def test_graphs_decode_with_them(use: Use) -> None:
     answers = []
     for enforce_eager in (True, False):
         use("all")
-        engine = make_engine(enforce_eager=enforce_eager, capture_sizes=(3,), max_num_seqs=3)
+        with traced() as calls:
+            engine = make_engine(enforce_eager=enforce_eager, capture_sizes=(3,), max_num_seqs=3)
+        assert "norm_rope_store_f16" in [call["op"] for call in calls]
         with traced() as calls:
             answers.append(generate(engine, TEXTS[:2], max_tokens=5, repetition_penalty=1.2))
         names = [call["op"] for call in calls]
         assert names.count("edit_and_sample_f32") + names.count("edit_and_sample_f16") == 5
-        assert "norm_rope_store_f16" in names
-        # a replay launches nothing by itself
-        assert (names.count("norm_rope_store_f16") > 2 * 2) == enforce_eager
+        # a replay launches nothing by itself, be it of a decoding step or of prompts
+        assert ("norm_rope_store_f16" in names) == enforce_eager
     assert answers[0] == answers[1]
     assert len(set(answers[0])) == 2
 

@@ -6,6 +6,7 @@ import json
 import logging
 import pathlib
 import signal
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,8 @@ from ascend_vllm.models.qwen2 import Qwen2ForCausalLM
 from ascend_vllm.models.registry import MODELS
 from ascend_vllm.worker.graph_cache import GraphCache
 from ascend_vllm.worker.worker import Worker
-from tests.npu.launches import launched_by
+from tests.npu.launches import Cost, costs_of, launched_by
+from tests.npu.processes import last_line, run
 from tests.npu.recorder import traced
 from tests.tiny_models import tiny_model
 
@@ -40,6 +42,8 @@ PROMPTS = [
     "1 2 3 4 5",
     "Serving a model means answering many requests",
 ]
+# tokens of steps with prompts that are captured
+PIECE_SIZES = (16, 32, 64, 128, 256)
 # store keys or latents in eager steps, and are part of a graph otherwise
 STORES = {"aclnnScatterPaKvCache", "aclnnKvRmsNormRopeCache"}
 ROTATES, ROTATES_OTHERS = "aclnnApplyRotaryPosEmbV2", "aclnnRotaryPositionEmbedding"
@@ -130,12 +134,11 @@ def test_tokens_are_those_of_eager_steps(eager_answers: list[tuple[int, ...]], n
 @pytest.mark.parametrize("model", ["llama-dynamic", "mistral", "qwen2-tied"])
 def test_positions_and_windows_move_in_graphs(model: str) -> None:
     """Longer than the window and than the trained length, over a block's end."""
-    prompts = [PROMPTS[2] * 5, PROMPTS[4] * 2]
-    by_graph, eager = (
-        generate(make_engine(model, enforce_eager=enforce_eager), prompts, max_tokens=20)
-        for enforce_eager in (False, True)
-    )
-    assert by_graph == eager
+    # all of them are more than pieces take, the last two not
+    prompts = [PROMPTS[2] * 5, PROMPTS[4] * 2, PROMPTS[2]]
+    by_graph, eager = (make_engine(model, enforce_eager=enforce_eager) for enforce_eager in (False, True))
+    for some in (prompts, prompts[1:]):
+        assert generate(by_graph, some, max_tokens=20) == generate(eager, some, max_tokens=20)
 
 
 @pytest.mark.parametrize(("model", "num_scheduler_steps"), [("qwen2-moe", 4), ("deepseek-v3-512", 1)])
@@ -161,6 +164,73 @@ def decode_step_launches(engine: LLMEngine, prompts: Sequence[str], num_steps: i
 def test_decoding_replays() -> None:
     assert decode_step_launches(make_engine(), PROMPTS[:3]) == [False]
     assert decode_step_launches(make_engine(enforce_eager=True), PROMPTS[:3]) == [True]
+
+
+def costs_of_mixed_step(engine: LLMEngine) -> dict[str, Cost]:
+    """Of a step in which two rows decode and a prompt begins."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    for number, prompt in enumerate(PROMPTS[:3]):
+        if number == 2:
+            engine.step()
+        engine.add_request(str(number), prompt, params)
+    costs: dict[str, Cost] = costs_of(engine.step)[1]
+    engine.abort_request(["0", "1", "2"])
+    engine.step()
+    return costs
+
+
+def test_steps_with_prompts_replay_the_pieces_between_attention_calls(
+    eager_answers: list[tuple[int, ...]], package_log: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine()
+    layers = 3
+    assert "Captured 20 pieces of steps with prompts of up to 16, 32, 64, 128, 256 tokens" in package_log.text
+    replayed, eager = costs_of_mixed_step(engine), costs_of_mixed_step(make_engine(enforce_eager=True))
+    assert {name: cost.launches for name, cost in replayed.items() if name in (ROTATES, ATTENDS, *STORES)} == {
+        ROTATES: 0,
+        ATTENDS: layers,
+        "aclnnScatterPaKvCache": 0,
+    }
+    assert {name: cost.runs for name, cost in replayed.items() if name in (ATTENDS, "aclnnScatterPaKvCache")} == {
+        ATTENDS: layers,
+        "aclnnScatterPaKvCache": layers,
+    }
+    # attention reads no padding
+    assert replayed[ATTENDS].read == eager[ATTENDS].read
+    # of layers: attention and the copy of its result
+    more = sum(cost.launches for cost in eager.values()) - sum(cost.launches for cost in replayed.values())
+    assert more > 6 * layers
+    assert generate(engine) == eager_answers
+    # more tokens than the largest size
+    prompts = [PROMPTS[2] * 4] * 3
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, SamplingParams(temperature=0, max_tokens=2))
+    assert launched_by(engine.step)[1] >= {"aclnnScatterPaKvCache"}
+    engine.abort_request(["0", "1", "2"])
+    engine.step()
+    # chunks of such prompts, beside rows that decode
+    chunks: dict[str, Any] = {"enable_chunked_prefill": True, "max_num_batched_tokens": 64}
+    answers = [
+        generate(make_engine(**chunks, **mode), [*PROMPTS, *prompts]) for mode in ({}, {"enforce_eager": True})
+    ]
+    assert answers[0] == answers[1]
+
+
+_FEW_STREAMS = """
+import json, os
+os.environ["PYTORCH_NPU_ALLOC_CONF"] = "expandable_segments:False"
+from tests.npu.test_graphs import PROMPTS, decode_step_launches, generate, make_engine
+engine = make_engine()
+print(json.dumps([decode_step_launches(engine, PROMPTS[:3]), generate(engine)]))
+"""
+
+
+def test_where_pieces_cannot_be_captured_prompts_run_eager(eager_answers: list[tuple[int, ...]]) -> None:
+    """The device has streams for the decoding graphs alone, which are captured first."""
+    done = run(sys.executable, "-W", "ignore", "-c", _FEW_STREAMS, ASCEND_SIM_STREAMS="50")
+    assert json.loads(last_line(done)) == [[False], [list(answer) for answer in eager_answers]]
+    assert "Steps with prompts run operator by operator: graphs of" in done.stderr
+    assert "207008" in done.stderr
 
 
 def test_more_rows_than_the_largest_size_run_eager(eager_answers: list[tuple[int, ...]]) -> None:
@@ -251,8 +321,10 @@ def test_models_that_need_high_precision_are_named_before_graphs_are_made(
 
 
 def test_progress_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    assert make_engine().config.graphs == GraphConfig(GraphMode.CAPTURED, (2, 4, 5), 256)
-    assert "Capturing graphs: 100%" in capfd.readouterr().err
+    expected = GraphConfig(GraphMode.CAPTURED, (2, 4, 5), 256, piece_sizes=PIECE_SIZES)
+    assert make_engine().config.graphs == expected
+    told = capfd.readouterr().err
+    assert "Capturing graphs: 100%" in told and "Capturing pieces: 100%" in told
 
 
 @pytest.fixture
@@ -283,7 +355,7 @@ def test_compiled_graphs_are_kept(
     with traced() as calls:
         engine = make_engine(**options)
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    assert engine.config.graphs == GraphConfig(GraphMode.COMPILED, (2,), 24)
+    assert engine.config.graphs == GraphConfig(GraphMode.COMPILED, (2,), 24, piece_sizes=PIECE_SIZES)
     assert layer_kernels(calls) >= FAST_KERNELS
     assert (ROTATES_OTHERS, None) not in layer_kernels(calls)
     first = modules_in(cache)

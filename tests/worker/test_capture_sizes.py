@@ -15,6 +15,7 @@ from ascend_vllm.config.graphs import (
     GraphConfig,
     GraphMode,
     default_capture_sizes,
+    default_piece_sizes,
     fit_capture_sizes,
     parse_capture_sizes,
 )
@@ -32,6 +33,7 @@ HF_CONFIG = {
     "max_position_embeddings": 4096,
     "torch_dtype": "float16",
 }
+PIECE_SIZES = (16, 32, 64, 128, 256)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +71,12 @@ def test_default_sizes(max_num_seqs: int, expected: tuple[int, ...]) -> None:
     assert default_capture_sizes(max_num_seqs) == expected
 
 
+def test_sizes_of_steps_with_prompts() -> None:
+    assert default_piece_sizes(2048) == PIECE_SIZES
+    assert default_piece_sizes(100) == (16, 32, 64)
+    assert default_piece_sizes(15) == ()
+
+
 def test_lists_are_read() -> None:
     assert parse_capture_sizes(" 8, 2,4", "LIST") == (8, 2, 4)
     for text in ("2,,4", "2;4", "0,2", "-2", "two", "2.5"):
@@ -90,7 +98,9 @@ def config(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> EngineCon
 
 
 def test_llama_on_one_npu_has_captured_graphs(config: EngineConfig, package_log: pytest.LogCaptureFixture) -> None:
-    assert resolve_graph_config(config, 8192) == GraphConfig(GraphMode.CAPTURED, (2, 4, 8), 4096)
+    assert resolve_graph_config(config, 8192) == GraphConfig(
+        GraphMode.CAPTURED, (2, 4, 8), 4096, piece_sizes=PIECE_SIZES
+    )
     assert "captured graphs of 2, 4, 8 sequences of up to 4096 tokens" in package_log.text
     assert resolve_graph_config(config, 100).max_seq_len == 100
     with pytest.raises(ConfigError, match="--max-seq-len-to-capture must be at least 1, got 0"):
@@ -103,7 +113,9 @@ def test_pta_compiles_the_listed_sizes(
     monkeypatch.setenv("INFER_MODE", "PTA")
     monkeypatch.setenv("PTA_TORCHAIR_DECODE_GEAR_ENABLE", "1")
     monkeypatch.setenv("PTA_TORCHAIR_DECODE_GEAR_LIST", "2,6,16")
-    assert resolve_graph_config(config, 8192) == GraphConfig(GraphMode.COMPILED, (2, 6, 8), 4096)
+    assert resolve_graph_config(config, 8192) == GraphConfig(
+        GraphMode.COMPILED, (2, 6, 8), 4096, piece_sizes=PIECE_SIZES
+    )
     assert (
         "PTA_TORCHAIR_DECODE_GEAR_LIST=2,6,16; capture sizes: 2, 6, 8 (16 left out, above --max-num-seqs 8; "
         "8 added, so that --max-num-seqs 8 sequences fit)"

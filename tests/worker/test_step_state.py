@@ -74,7 +74,7 @@ def test_entries_are_written_and_padded() -> None:
         state.declare(StepStateSpec("scale", torch.float32))
     written = state.write({"place": torch.arange(8).view(4, 2), "scale": torch.tensor([0.5, 0.25])})
     assert written["place"].data_ptr() == memory.data_ptr()
-    state.pad(2, 3, query_len=2)
+    state.pad(slice(2, 3), slice(4, 6))
     assert memory.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [7, 7], [7, 7], [7, 7], [7, 7]]
     assert rows.tolist() == [0.5, 0.25, 1.0]
     assert {name: tuple(view.shape) for name, view in state.views(3, 6).items()} == {"place": (6, 2), "scale": (3,)}
@@ -98,7 +98,7 @@ def test_tokens_are_sorted_by_another_tensor() -> None:
     assert written["order"].tolist() == [2, 3, 4, 5, 0, 1]
     state.write({"order": torch.zeros(8, dtype=torch.int64)})
     state.write({name: torch.from_numpy(value) for name, value in host.items()})
-    state.pad(3, 4, query_len=2)
+    state.pad(slice(3, 4), slice(6, 8))
     assert order.tolist() == [2, 3, 4, 5, 0, 1, 6, 7]
     rows.gather(np.array([1]), np.array([2]))
     assert state.is_plain
