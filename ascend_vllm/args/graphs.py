@@ -61,9 +61,10 @@ def resolve_graph_config(config: EngineConfig, max_seq_len_to_capture: int) -> G
     )
     # a row has all drafts or, rarely, fewer
     query_lens = (1, num_drafts + 1) if num_drafts else (1,)
-    return GraphConfig(
-        mode, sizes, max_seq_len, query_lens, default_piece_sizes(config.scheduler.max_num_batched_tokens)
-    )
+    # compilers notice what a model does on the host in each step; captures do not
+    can_capture = config.model.arch.captures_graphs
+    piece_sizes = default_piece_sizes(config.scheduler.max_num_batched_tokens) if can_capture else ()
+    return GraphConfig(mode, sizes, max_seq_len, query_lens, piece_sizes)
 
 
 def _reason_against(config: EngineConfig, *, asks: bool) -> str | None:

@@ -55,7 +55,6 @@ class AscendAttention(AscendBackend):
 
     name = "ascend"
     head_sizes = range(16, 257, 16)
-    can_split = True
 
     def __init__(self, block_size: int) -> None:
         super().__init__(block_size)
@@ -64,6 +63,12 @@ class AscendAttention(AscendBackend):
         self._custom = ascend_custom.enabled()
         self.norms_heads = "norm_rope_store" in self._custom
         self._store_kv = store_kv_custom if "store_kv" in self._custom else store_kv
+
+    @classmethod
+    def can_split(cls, cache: KVCacheSpec, dtype: torch.dtype) -> bool:
+        # Subclasses may serve layers of other kinds by a `forward` of their own. Such a layer's attention would be
+        # captured, with the rows of the capture.
+        return AscendAttention.unsupported_cache_reason(cache, dtype) is None
 
     def kv_cache_shape(self, num_blocks: int, cache: KVCacheSpec) -> tuple[int, ...]:
         return (2, num_blocks, *cache.block_shape[1:])

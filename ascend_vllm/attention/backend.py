@@ -206,7 +206,6 @@ class AttentionBackend(abc.ABC):
         changes_scores: it supports soft caps and ALiBi.
         supports_latent: it supports latent attention, by `forward_latent`.
         norms_heads: it has `forward_normed`.
-        can_split: it has `prepare_split`, so that its calls can run between captured graphs.
     """
 
     name: str
@@ -216,7 +215,6 @@ class AttentionBackend(abc.ABC):
     changes_scores: bool = False
     supports_latent: bool = False
     norms_heads: bool = False
-    can_split: bool = False
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -269,6 +267,16 @@ class AttentionBackend(abc.ABC):
             return None
         return f"it caches keys and values in {dtype}, not {cache.kind} in {cache.dtype}"
 
+    @classmethod
+    def can_split(cls, cache: KVCacheSpec, dtype: torch.dtype) -> bool:  # noqa: ARG003 - most have no `prepare_split`
+        """Whether attention of a layer can run between captured graphs, by `prepare_split`.
+
+        Args:
+            cache: of the layer.
+            dtype: of its queries, keys and values.
+        """
+        return False
+
     @abc.abstractmethod
     def kv_cache_shape(self, num_blocks: int, cache: KVCacheSpec) -> tuple[int, ...]:
         """Shape of one layer's cache without scales: the dimensions of blocks and `num_blocks`, in any order."""
@@ -305,7 +313,7 @@ class AttentionBackend(abc.ABC):
         return None
 
     def prepare_split(self, batch: ForwardBatch, splitter: Splitter) -> Any:
-        """`prepare` for a pass that is captured in pieces; only where `can_split` is set.
+        """`prepare` for a pass that is captured in pieces; only if all layers `can_split`.
 
         Args:
             batch: padded. Its rows say nothing of those of a replay.

@@ -184,10 +184,13 @@ class RunnerFactory:
         return [decoding, *self._make_pieces(runner, recorder)]
 
     def _make_pieces(self, runner: ModelRunner, recorder: GraphRecorder | None = None) -> list[PiecewiseRunner]:
-        """The graphs of steps with prompts; none if the backend cannot be split."""
+        """The graphs of steps with prompts; none if attention of some layer cannot be left out of graphs."""
         recorder = recorder or self._platform.make_graph_recorder()
         loaded, config = self._loaded, self._config
-        if recorder is None or not loaded.backend.can_split or not config.graphs.piece_sizes:
+        caches = [layer.kv_cache_spec(config.cache.block_size) for layer in loaded.model.attention_layers]
+        dtype = getattr(torch, config.model.dtype)
+        can_split = all(loaded.backend.can_split(cache, dtype) for cache in caches)
+        if recorder is None or not can_split or not config.graphs.piece_sizes:
             return []
         pieces = PiecewiseRunner(
             config.graphs.piece_sizes,

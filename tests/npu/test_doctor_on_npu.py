@@ -17,7 +17,8 @@ OWN = {"versions: checks", "versions: npu-smi", "versions: custom operators"}
 
 def test_the_kit_finds_on_the_simulator_what_is_expected_of_cards(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "report.tgz"
-    done = run(sys.executable, "-m", "ascend_vllm.entrypoints.cli", "doctor", "--report", str(file), timeout=240)
+    # against a hang alone
+    done = run(sys.executable, "-m", "ascend_vllm.entrypoints.cli", "doctor", "--report", str(file), timeout=900)
     assert done.returncode == 0, done.stderr
     report, expected = Report.from_json(archive.read_archive(file)[archive.REPORT]), reader.expected_report()
     assert [f"{row.name}: {how}\n{row.message}" for row, how in reader.disagreements(report, expected)] == []

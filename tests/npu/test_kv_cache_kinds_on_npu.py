@@ -149,7 +149,7 @@ def backend_of(engine: LLMEngine) -> AttentionBackend:
     return backend
 
 
-def test_captured_graphs_read_and_write_them() -> None:
+def test_captured_graphs_read_and_write_them(package_log: pytest.LogCaptureFixture) -> None:
     eager = make_engine(enforce_eager=True)
     expected = generate(eager, LONG)
     backend = backend_of(eager)
@@ -164,6 +164,9 @@ def test_captured_graphs_read_and_write_them() -> None:
     assert engine.config.graphs.mode == GraphMode.CAPTURED
     assert generate(engine, LONG) == expected
     assert decode_step_launches(engine, PROMPTS[:2]) == [False]
+    # a capture in pieces would have the attention of layers with scales in it, with the rows of the capture
+    assert "Captured 1 graphs" in package_log.text
+    assert "pieces" not in package_log.text
 
 
 def test_they_are_coarse_and_near_the_ordinary_ones() -> None:

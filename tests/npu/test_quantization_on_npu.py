@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ascend_vllm.args.engine_args import EngineArgs
-from ascend_vllm.config.graphs import GraphConfig, GraphMode
+from ascend_vllm.config.graphs import GraphConfig, GraphMode, default_piece_sizes
 from ascend_vllm.config.quantization import SCHEMES
 from ascend_vllm.engine.llm_engine import LLMEngine
 from tests import quantized_checkpoints as formats
@@ -131,7 +131,7 @@ def test_they_are_compiled(name: str, tmp_path: pathlib.Path, monkeypatch: pytes
     # it writes what tests never read, as long as anybody listens, which pytest does
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
     engine = make_engine(quantized, max_num_seqs=2)
-    assert engine.config.graphs == GraphConfig(GraphMode.COMPILED, (2,), 256)
+    assert engine.config.graphs == GraphConfig(GraphMode.COMPILED, (2,), 256, piece_sizes=default_piece_sizes(256))
     assert generate(engine, PROMPTS[:2]) == expected
     assert decode_step_launches(engine, PROMPTS[:2]) == [False]
 

@@ -72,7 +72,7 @@ def test_a_server_with_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         for worker_process in workers:
             assert HCCL.items() <= worker_process.environ().items()
         assert "Decoding replays captured graphs of 2, 4 sequences" in server.log
-        assert "Captured 2 graphs" in server.log
+        assert "Captured 2 graphs" in server.log and "pieces of steps with prompts" in server.log
         assert "CPU affinity of the workers: 1; HCCL's expansion mode: AIV" in server.log
         first, second = (set(cores_of_launches(worker_process.pid)) for worker_process in workers)
         assert first and second and not first & second and first | second <= os.sched_getaffinity(0)

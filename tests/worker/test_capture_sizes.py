@@ -164,6 +164,9 @@ def test_who_runs_eager_and_why(
         assert "OPTForCausalLM has them with INFER_MODE=PTA only" in package_log.text
         return
     assert resolve_graph_config(other, 8192).mode == resolve_graph_config(two, 8192).mode == GraphMode.COMPILED
+    # what cannot be captured as a whole cannot be in pieces
+    assert resolve_graph_config(two, 8192).piece_sizes == PIECE_SIZES
+    assert resolve_graph_config(other, 8192).piece_sizes == ()
     stages = msgspec.structs.replace(config, parallel=ParallelConfig(pipeline_parallel_size=2))
     with pytest.raises(ConfigError, match="INFER_MODE=PTA with --pipeline-parallel-size 2"):
         resolve_graph_config(stages, 8192)
