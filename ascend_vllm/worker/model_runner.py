@@ -32,7 +32,7 @@ class StepGraphs(Protocol):
 
     @property
     def query_lens(self) -> Sequence[int]:
-        """Most tokens that a row of such a step may have."""
+        """Numbers of tokens that the row with most of them may have in such a step."""
 
     def capture(self) -> None:
         """Called once before the first step, to capture or compile graphs."""

@@ -122,7 +122,7 @@ class _StaticInputs:
             seq_lens_np=np.ones(num_rows, np.int32),
             max_query_len=size,
             max_seq_len=size,
-            state=self._step_state.views(num_rows - 1, size),
+            state=self._step_state.views(num_rows, size),
         )
 
     def fill(self, batch: ForwardBatch, size: int) -> None:
@@ -138,8 +138,7 @@ class _StaticInputs:
         if size > num_tokens:
             self._positions[num_tokens:size] = 0
             self._slot_mapping[num_tokens:size] = _NOWHERE
-            # rows are not padded
-            self._step_state.pad(slice(num_rows, num_rows), slice(num_tokens, size))
+            self._step_state.pad(slice(num_rows, len(self._seq_lens)), slice(num_tokens, size))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -168,7 +167,7 @@ class PiecewiseRunner:
         collectives: of the model's ranks, which all capture the same sizes.
 
     Attributes:
-        query_lens: most tokens that a row of a step may have. Steps of one token a row have graphs of their own.
+        query_lens: see `StepGraphs`. Steps of one token a row have graphs of their own.
     """
 
     def __init__(

@@ -190,7 +190,8 @@ class Worker:
     def _make_step_state(self) -> StepState:
         """Memory for the step state that layers declare, with room for any step or padded batch of a graph."""
         scheduler, graphs = self._config.scheduler, self._config.graphs
-        num_rows = max(scheduler.max_num_seqs, *graphs.capture_sizes, 0)
+        # padding tokens of a step with prompts are a row of their own
+        num_rows = max(scheduler.max_num_seqs + bool(graphs.piece_sizes), *graphs.capture_sizes, 0)
         num_tokens = max(scheduler.max_num_batched_tokens, num_rows * max(graphs.query_lens))
         return StepState(num_tokens, num_rows, self._device)
 
