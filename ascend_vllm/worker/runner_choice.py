@@ -157,7 +157,8 @@ class RunnerFactory:
             case GraphMode.RECORDED:
                 graphs = self._make_tapes(runner)
             case GraphMode.COMPILED:
-                graphs = [self._make_compiled_graphs(kv_caches), *self._make_pieces(runner)]
+                pieces = self._make_pieces(runner, self._platform.make_graph_recorder())
+                graphs = [self._make_compiled_graphs(kv_caches), *pieces]
             case _:
                 graphs = self.make_captured_graphs(runner)
         for each in graphs:
@@ -167,7 +168,8 @@ class RunnerFactory:
     def make_captured_graphs(self, runner: Runner) -> list[GraphRunner | PiecewiseRunner]:
         """Makes the captured graphs of a runner: of decoding steps, then of steps with prompts, if they have some.
 
-        They share memory, and are not captured yet.
+        They are not captured yet. They share memory, unless those of decoding steps stand for compiled ones, which
+        have memory of their own.
         """
         graphs, loaded = self._config.graphs, self._loaded
         if graphs.mode == GraphMode.EAGER or not isinstance(runner, ModelRunner):
@@ -181,11 +183,12 @@ class RunnerFactory:
         decoding = GraphRunner(
             graphs, block_size, self._device, loaded.step_state, loaded.backend, runner.forward, recorder
         )
+        if graphs.mode == GraphMode.COMPILED:
+            recorder = self._platform.make_graph_recorder()
         return [decoding, *self._make_pieces(runner, recorder)]
 
-    def _make_pieces(self, runner: ModelRunner, recorder: GraphRecorder | None = None) -> list[PiecewiseRunner]:
+    def _make_pieces(self, runner: ModelRunner, recorder: GraphRecorder | None) -> list[PiecewiseRunner]:
         """The graphs of steps with prompts; none if attention of some layer cannot be left out of graphs."""
-        recorder = recorder or self._platform.make_graph_recorder()
         loaded, config = self._loaded, self._config
         caches = [layer.kv_cache_spec(config.cache.block_size) for layer in loaded.model.attention_layers]
         dtype = getattr(torch, config.model.dtype)
