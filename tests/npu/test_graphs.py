@@ -142,10 +142,14 @@ def test_positions_and_windows_move_in_graphs(model: str) -> None:
 
 
 @pytest.mark.parametrize(("model", "num_scheduler_steps"), [("qwen2-moe", 4), ("deepseek-v3-512", 1)])
-def test_mixtures_of_experts_by_graphs(model: str, num_scheduler_steps: int) -> None:
+def test_mixtures_of_experts_by_graphs(
+    model: str, num_scheduler_steps: int, package_log: pytest.LogCaptureFixture
+) -> None:
     """Each replay chooses experts anew."""
     options: dict[str, Any] = {"model": model, "max_num_seqs": 3, "num_scheduler_steps": num_scheduler_steps}
     engine = make_engine(**options)
+    # latent attention has no pieces
+    assert ("pieces of steps with prompts" in package_log.text) == (model == "qwen2-moe")
     assert decode_step_launches(engine, PROMPTS[:2]) == [False]
     assert generate(engine, PROMPTS[:3]) == generate(make_engine(**options, enforce_eager=True), PROMPTS[:3])
 

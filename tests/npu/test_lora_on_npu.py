@@ -197,18 +197,20 @@ def test_two_devices_share_adapters(form: str, fully_sharded_loras: bool, tmp_pa
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_decoding_replays(form: str, enforce_eager: bool, tmp_path: pathlib.Path) -> None:
+def test_prompts_and_decoding_replay(form: str, enforce_eager: bool, tmp_path: pathlib.Path) -> None:
     lora = LoRARequest("all", 1, write_adapter(tmp_path / "all", tiny_model("qwen2-64", "float16"), ADAPTERS[0]))
     engine = make_engine(enforce_eager=enforce_eager)
     engine.add_request(
         "0", PROMPTS[0], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), lora_request=lora
     )
-    while not engine.step():
-        pass
     adds = {"custom": "lora_expand_f16", "torch_npu": "aclnnInplaceAddmm"}[form]
-    with traced() as calls:
+    with traced() as prompt:
+        while not engine.step():
+            pass
+    with traced() as decoding:
         engine.step()
-    assert (adds in {call["op"] for call in calls}) == enforce_eager
+    for calls in (prompt, decoding):
+        assert (adds in {call["op"] for call in calls}) == enforce_eager
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
