@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -431,8 +431,8 @@ class ModelAdapters:
         ]
         self._targets = {output.name for site in self._sites for output in site.outputs}
 
-    def pack(self, matrices: Mapping[str, Matrices], name: str) -> list[PackedAdapter | None]:
-        """An adapter's part in each layer, for `place`.
+    def pack(self, matrices: Mapping[str, Matrices], name: str) -> Iterator[PackedAdapter | None]:
+        """An adapter's part in each layer, one after another, for `place`.
 
         Args:
             matrices: by names in the checkpoint.
@@ -451,11 +451,12 @@ class ModelAdapters:
                 "Please verify that the loaded LoRA module is correct"
             )
         try:
-            return [site.pack(matrices) for site in self._sites]
+            for site in self._sites:
+                yield site.pack(matrices)
         except ModelLoadError as error:
             raise ModelLoadError(f"{name}: {error}") from error
 
-    def place(self, slot: int, adapter: Sequence[PackedAdapter | None]) -> None:
+    def place(self, slot: int, adapter: Iterable[PackedAdapter | None]) -> None:
         """Puts what `pack` returned into a slot, whose rows must have ended; None: a layer stays as it is."""
         for site, part in zip(self._sites, adapter, strict=True):
             site.place(slot, part)

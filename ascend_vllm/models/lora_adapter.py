@@ -140,12 +140,15 @@ class AdapterLimits:
     is_tied: bool = False
 
 
-def read_adapter(directory: str, limits: AdapterLimits) -> dict[str, LoRAMatrices]:
+def read_adapter(
+    directory: str, limits: AdapterLimits, rest: Callable[[], None] = lambda: None
+) -> dict[str, LoRAMatrices]:
     """Reads an adapter.
 
     Args:
         directory: of its files.
         limits: of adapters of the model.
+        rest: called after each tensor, so that a reader beside other work may wait.
 
     Returns:
         Its matrices by the layer's name in the model's checkpoint, such as "model.layers.0.self_attn.q_proj". The
@@ -166,7 +169,7 @@ def read_adapter(directory: str, limits: AdapterLimits) -> dict[str, LoRAMatrice
             "Start the server with a larger --max-lora-rank."
         )
     file = _open(folder)
-    matrices = _pair(file, scaling, _module_names(file, limits.num_tokens))
+    matrices = _pair(file, scaling, _module_names(file, limits.num_tokens), rest)
     vectors = _new_embeddings(folder) or _resized(file, limits.num_tokens)
     return _with_added_tokens(matrices, vectors, limits, folder)
 
@@ -270,9 +273,13 @@ def _module_names(file: WeightFile, num_tokens: int) -> dict[tuple[str, str], st
     return found
 
 
-def _pair(file: WeightFile, scaling: _Scaling, names: Mapping[tuple[str, str], str]) -> dict[str, LoRAMatrices]:
-    tensors = {name: tensor.clone() for name, tensor in file.tensors(names.values())}
-    matrices = {}
+def _pair(
+    file: WeightFile, scaling: _Scaling, names: Mapping[tuple[str, str], str], rest: Callable[[], None]
+) -> dict[str, LoRAMatrices]:
+    tensors, matrices = {}, {}
+    for name, tensor in file.tensors(names.values()):
+        tensors[name] = tensor.clone()
+        rest()
     for module in _in_order(module for module, _ in names):
         absent = next((matrix for matrix in "AB" if (module, matrix) not in names), None)
         if absent is not None:
@@ -288,6 +295,7 @@ def _pair(file: WeightFile, scaling: _Scaling, names: Mapping[tuple[str, str], s
                 )
         is_table = "lora_embedding_" in names[module, "A"]
         matrices[module] = LoRAMatrices(a, b.float() * scale, is_table)
+        rest()
     return matrices
 
 

@@ -331,9 +331,12 @@ class PanelSlots(AdapterSlots):
     def _make_memory(
         self, num_slots: int, inputs: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        # [L, S, R / 16, K, 16] and [L, P, R, 16]; pages are allocated when the first adapter is placed in them
+        # [L, S, R / 16, K, 16] and [L, P, R, 16]; most pages are allocated when adapters are placed in them
         self._a = weight_memory(self._shape_of_a(num_slots, inputs, max_rank), dtype, device)
         self._b = weight_memory((num_slots, num_panels(self._widths), max_rank, PANEL), dtype, device)
+        # those of the first slot now: huge pages hold several slots, and the first adapter would wait for all of them
+        for memory in (self._a, self._b):
+            memory[0].zero_()
         self.ranks = torch.zeros(num_slots, dtype=torch.int32, device=device)
 
     def _shape_of_a(self, num_slots: int, inputs: int, max_rank: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Iterator
 
 import torch
@@ -22,6 +23,9 @@ _Packed = list[PackedAdapter | None]
 
 # of the thread that reads adapters, added to the process's: steps come first
 _NICENESS = 10
+# While steps are computed, that thread rests so many times as long as it has computed. Niceness does not keep it
+# from a step's cores: threads of a step that wait for one another let others run.
+_REST = 3.0
 
 
 class WorkerAdapters:
@@ -40,8 +44,19 @@ class WorkerAdapters:
         self._layers = ModelAdapters(model, model.ignored_weights)
         self._loaded: dict[int, concurrent.futures.Future[_Packed]] = {}
         self._placed: dict[int, _Packed] = {}
+        # whether a step is being computed
+        self._is_computing = False
         # one at a time: steps need the cores
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "adapters", _yield_to_steps)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around each step: adapters are read more slowly within."""
+        self._is_computing = True
+        try:
+            yield
+        finally:
+            self._is_computing = False
 
     def load(self, number: int, path: str) -> None:
         """Begins to load an adapter."""
@@ -77,8 +92,20 @@ class WorkerAdapters:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, path: str) -> _Packed:
+        packed: _Packed = []
+        since = time.thread_time()
+
+        def rest() -> None:
+            nonlocal since
+            if self._is_computing:
+                time.sleep(_REST * (time.thread_time() - since))
+            since = time.thread_time()
+
         with _one_thread():
-            return self._layers.pack(read_adapter(path, self._limits), path)
+            for part in self._layers.pack(read_adapter(path, self._limits, rest), path):
+                packed.append(part)
+                rest()
+        return packed
 
 
 def _yield_to_steps() -> None:

@@ -254,7 +254,10 @@ class Worker:
         """Runs one step; see `ModelRunner.execute`."""
         runner = self.get_runner()
         self._platform.begin_step(sum(step.num_scheduled_tokens), self.get_model().num_weights)
-        return runner.execute(step)
+        if self._adapters is None:
+            return runner.execute(step)
+        with self._adapters.computing():
+            return runner.execute(step)
 
     def get_model(self) -> CausalLM:
         """The model.

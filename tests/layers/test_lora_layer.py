@@ -278,10 +278,10 @@ def test_a_slot_may_get_another_adapter() -> None:
 def test_wrong_adapters_are_refused_by_name() -> None:
     case = make("down")
     with pytest.raises(ModelLoadError, match=r"While loading sql, expected target modules in \['down_proj'\]"):
-        case.adapters.pack({"up_proj": LoRAMatrices(torch.zeros(2, 3), torch.zeros(3, 2))}, "sql")
+        list(case.adapters.pack({"up_proj": LoRAMatrices(torch.zeros(2, 3), torch.zeros(3, 2))}, "sql"))
     for a, b, name in (((2, 7), (10, 2), "A"), ((2, HIDDEN), (9, 2), "B"), ((2, HIDDEN), (10, 3), "B")):
         with pytest.raises(ModelLoadError, match=f"sql: down_proj.lora_{name}.weight has shape"):
-            case.adapters.pack({"down_proj": LoRAMatrices(torch.zeros(*a), torch.zeros(*b))}, "sql")
+            list(case.adapters.pack({"down_proj": LoRAMatrices(torch.zeros(*a), torch.zeros(*b))}, "sql"))
 
 
 def test_tokens_that_the_model_does_not_have_are_refused() -> None:
@@ -291,19 +291,19 @@ def test_tokens_that_the_model_does_not_have_are_refused() -> None:
     adapters = ModelAdapters(_Vocabulary(context, is_tied=True))
     table = LoRAMatrices(torch.zeros(2, VOCABULARY + 1), torch.zeros(HIDDEN, 2))
     with pytest.raises(ModelLoadError, match=r"sql: model.embed_tokens.lora_embedding_A has shape \[2, 38\]"):
-        adapters.pack({"model.embed_tokens": table}, "sql")
+        list(adapters.pack({"model.embed_tokens": table}, "sql"))
     head = LoRAMatrices(torch.zeros(2, HIDDEN), torch.zeros(VOCABULARY + 1, 2))
     with pytest.raises(ModelLoadError, match=r"sql: lm_head.lora_B.weight has shape \[38, 2\]"):
-        adapters.pack({"lm_head": head}, "sql")
+        list(adapters.pack({"lm_head": head}, "sql"))
 
 
 def test_layers_of_other_workers_are_left_to_them() -> None:
     adapters = ModelAdapters(make("down").layer, [r"layers\.1\..*"])
     nothing = LoRAMatrices(torch.zeros(2, 3), torch.zeros(3, 2))
-    assert adapters.pack({"layers.1.up_proj": nothing}, "sql") == [None]
+    assert list(adapters.pack({"layers.1.up_proj": nothing}, "sql")) == [None]
     with pytest.raises(ModelLoadError, match=r"received \['layers.2.up_proj'\]"):
-        adapters.pack({"layers.2.up_proj": nothing}, "sql")
+        list(adapters.pack({"layers.2.up_proj": nothing}, "sql"))
 
 
 def test_models_without_adapters_have_no_layers_for_them() -> None:
-    assert ModelAdapters(Layer()).pack({}, "none") == []
+    assert list(ModelAdapters(Layer()).pack({}, "none")) == []
