@@ -12,7 +12,8 @@ namespace ascend_vllm {
 
 constexpr int64_t kLoraPanel = 16;
 
-// Most rows of one adapter that share a panel's loads: with 16 registers of 8 lanes there is room for their sums.
+// Most rows of one adapter that share a panel's loads: with 16 registers of 8 lanes there is room for their
+// sums.
 constexpr int kLoraRows = 6;
 
 // Rows of a step with the same adapter.
