@@ -155,7 +155,7 @@ class ModelArgs:
     )
     enforce_eager: bool = flag(
         False,
-        "Computes every step operator by operator. Otherwise NPUs replay captured graphs, and CPUs replay "
+        "Computes every decoding step operator by operator. Otherwise NPUs replay captured graphs, and CPUs replay "
         "what they have recorded.",
     )
     runner: str = flag(
