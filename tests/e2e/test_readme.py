@@ -66,7 +66,7 @@ BLOCKS = [
     Block(
         "from ascend_vllm import LLM",
         Way.PROGRAM,
-        r"The KV cache [a-z]+ [\s\S]*\nhello\b[\s\S]*demo model[\s\S]*\nHello[\s\S]*demo model",
+        r"The KV cache [a-z]+ [\s\S]*\nhello\s[\s\S]*demo model[\s\S]*\nHello[\s\S]*demo model",
     ),
     Block("python scripts/make_random_model.py", Way.SERVER, port=8000, only_all=True),
     Block("python benchmarks/benchmark_serving.py", Way.COMMANDS, "Output token throughput", only_all=True),
