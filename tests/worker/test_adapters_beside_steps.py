@@ -20,7 +20,7 @@ from tests.worker.test_drafts import make_config
 def test_the_reader_rests_while_a_step_is_computed(
     tmp_path: pathlib.Path, is_computing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that the step has the cores; and what is read is the same."""
+    """So that the step has the cores."""
     path = write_adapter(
         tmp_path / "sql", tiny_model("qwen2"), Adapter("sql", rank=8, modules=("q_proj", "down_proj"))
     )
