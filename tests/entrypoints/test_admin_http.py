@@ -96,15 +96,22 @@ class Stream:
 
 
 def interrupt(client: httpx.Client, path: str, count: int = 1) -> list[Stream]:
-    """Makes a request while streams run; repeats if they ended before."""
+    """Pauses or sleeps while streams run; repeats if one of them ended before."""
     for _ in range(20):
         streams = [Stream(client) for _ in range(count)]
         for stream in streams:
             stream.begun()
         ok(client.post(path))
-        if all(stream.finish_reason != "length" for stream in streams):
+        if "mode=keep" in path:
+            # the engine is asked, since a stream that ended before may still have text to read
+            kept = sum(int(metric(client, f"num_requests_{state}")) for state in ("running", "waiting"))
+            if kept == count:
+                return streams
+        elif [stream.end() for stream in streams] == ["abort"] * count:
             return streams
         ok(client.post("/wake_up"))
+        for stream in streams:
+            stream.end()
     raise AssertionError("streams always end before they are interrupted")
 
 
