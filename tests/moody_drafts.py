@@ -32,6 +32,9 @@ class Moody(DraftCosts):
         assert step.num_accepted <= step.num_drafts
         assert min(step.seconds, step.draft_s, token_s) >= 0
 
+    def takes_request(self) -> bool:
+        return True
+
     def advance(self, num_asked: int) -> None:
         self.decides = self._random.random() < 0.4
         if not self._drafts_now:

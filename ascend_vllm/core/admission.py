@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ascend_vllm.config.scheduler import SchedulerConfig
+from ascend_vllm.core.drafting import Drafting
 from ascend_vllm.core.kv.manager import KVCacheManager
 from ascend_vllm.core.preemption import Preemption
 from ascend_vllm.core.prompt_chunks import ChunkSizeController
@@ -31,6 +32,7 @@ class Admission:
         requests: all unfinished ones, by id.
         preemption: swaps requests in.
         chunk_size: has the duration of the last step with prompts.
+        drafting: decides whether requests have drafts.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Admission:
         requests: Mapping[str, Request],
         preemption: Preemption,
         chunk_size: ChunkSizeController,
+        drafting: Drafting,
     ) -> None:
         self._config = config
         self._cuts_prompts = config.enable_chunked_prefill
@@ -51,6 +54,7 @@ class Admission:
         self._requests = requests
         self._preemption = preemption
         self._chunk_size = chunk_size
+        self._drafting = drafting
 
     def schedule_waiting(self, builder: StepBuilder, budget: int, now: float) -> None:
         """Admits waiting requests in order until one does not fit the free slots, blocks or the budget.
@@ -177,6 +181,7 @@ class Admission:
         self._waiting.remove(request)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
+            self._drafting.begin(request)
         # cached tokens do not count as computed prompt tokens
         row.num_counted_prompt_tokens = max(row.num_counted_prompt_tokens, row.num_computed_tokens)
         request.transition(RequestStatus.RUNNING)

@@ -10,7 +10,7 @@ Estimates may be wrong, and what was never done is not known. So all that drafts
 earns a small share of its time; a step with drafts pays the time that it took longer than plain steps would have
 taken for its tokens, and earns the time that it was faster. Sizes of steps that have not been measured are tried
 where that may pay and what has been earned covers their cost at the worst. While more was paid than there is, steps
-are plain.
+are plain. What reading costs is booked apart (core/draft_reading.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import math
 
 import numpy as np
 import numpy.typing as npt
+
+from ascend_vllm.core.draft_reading import ReadingBudget
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -137,7 +139,7 @@ class DecodingStep:
         num_accepted: those of them that were right.
         num_asked: drafts that were proposed for each row, at most.
         was_drafting: rows were to have drafts: the step was not made ahead, nor was the next one.
-        seconds: from the outputs of the step before to its own.
+        seconds: from the outputs of the step before to its own, without what reading took.
         draft_s: of these, what proposing took.
     """
 
@@ -193,6 +195,9 @@ class DraftCosts:
         self._doubted_s = 0.0
         # None: plain steps have not been measured yet
         self._earned_s: float | None = None
+        self._reading = ReadingBudget()
+        # that drafts saved since reading was booked; below 0: lost
+        self._gained_s = 0.0
 
     @property
     def is_drafting(self) -> bool:
@@ -207,8 +212,22 @@ class DraftCosts:
         is_cheap = self._max_drafts * self._propose_s < _CHEAP_SHARE * self._plain_s
         return self._max_drafts if is_cheap else 1
 
+    def takes_request(self) -> bool:
+        """Whether a request that begins may have drafts, as far as reading for them is paid for."""
+        return self._reading.takes_another()
+
+    def note_reading(self, seconds: float, read_s: float) -> None:
+        """Books a step, after `note` if that is called for it.
+
+        Args:
+            seconds: that it took.
+            read_s: of these, what was spent on tokens that are read for later drafts.
+        """
+        gained_s, self._gained_s = self._gained_s, 0.0
+        self._reading.add(seconds, gained_s - read_s)
+
     def note_request(self) -> None:
-        """A request has arrived: its drafts are watched soon."""
+        """A request has begun: its drafts are watched soon."""
         self._watch_steps = self._max_drafts + 1
         if self._mode is _Mode.PLAIN:
             self._steps_left = min(self._steps_left, self._watch_steps)
@@ -254,11 +273,14 @@ class DraftCosts:
         earned = most if self._earned_s is None else self._earned_s
         if earned < most:
             earned = min(earned + _LOST_SHARE * seconds, most)
+        gained = 0.0
         if step.was_drafting:
             # a step that took very long had another reason
-            earned -= min(seconds - (1 + step.num_accepted / num_rows) * plain_s, most)
+            gained = -min(seconds - (1 + step.num_accepted / num_rows) * plain_s, most)
         elif step.num_asked:
-            earned -= step.draft_s
+            gained = -step.draft_s
+        earned += gained
+        self._gained_s += gained
         self._earned_s = min(earned, _MOST_GAINED * plain_s)
         if self.is_drafting and earned < (0 if self._num_drafting_steps > _GRACE_STEPS else -most):
             self.decides = True
@@ -273,6 +295,9 @@ class DraftCosts:
         self.decides = False
         num_rows = len(chances)
         if num_rows == 0:
+            # no row that is left may have drafts
+            self._pays = False
+            self._enter(_Mode.PLAIN, _MOST_WATCH_STEPS, 0)
             return
         num_measured = self._plain.count(num_rows, self._num_steps)
         if self._num_drafting_steps >= min(_DRAFTING_FOR_EACH * num_measured, _MOST_DRAFTING) or not num_measured:

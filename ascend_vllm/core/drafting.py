@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ascend_vllm.config.speculation import SpeculativeConfig
+from ascend_vllm.config.speculation import SpeculativeConfig, SpeculativeMethod
 from ascend_vllm.core.draft_costs import DecodingStep, DraftCosts, FloatArray
 from ascend_vllm.core.draft_record import DraftRecord
 from ascend_vllm.core.prompt_chunks import ChunkSizeController
@@ -53,6 +53,7 @@ class Drafting:
         self.stats: DraftStats | None = None
         # None: nothing is drafted, or all rows have drafts whatever they cost
         self._costs: DraftCosts | None = None
+        self._reads = config is not None and config.method is not SpeculativeMethod.NGRAM
         if config is not None:
             self.stats = DraftStats(num_accepted_at=[0] * config.num_speculative_tokens)
             if config.is_adaptive:
@@ -81,8 +82,16 @@ class Drafting:
             request.drafts_up_to = config.max_model_len - config.num_speculative_tokens
             request.draft_record = DraftRecord(share=self._record.share)
             self._set_drafts(request, [])
-            if self._costs is not None:
-                self._costs.note_request()
+
+    def begin(self, request: Request) -> None:
+        """Decides whether a request that gets its first slot may have drafts indeed: reading for them costs time."""
+        if self._costs is None or request.draft_record is None:
+            return
+        if self._reads and not self._costs.takes_request():
+            request.drafts_up_to, request.draft_record = 0, None
+            self._set_drafts(request, [])
+            return
+        self._costs.note_request()
 
     def ask(self, step: SchedulerOutput, made: StepInFlight) -> None:
         """Asks for drafts with a new step's output, if any are wanted."""
@@ -133,20 +142,25 @@ class Drafting:
     def _note_step(
         self, costs: DraftCosts, made: StepInFlight, output: StepOutput, times: ChunkSizeController
     ) -> None:
-        """Adds what the step took, and how many of its drafts were right."""
+        """Adds what the step and reading in it took, and how many of its drafts were right."""
         num_accepted, self._num_accepted = self._num_accepted, 0
         costs.advance(made.num_asked)
+        was_drafting = made.was_drafting or made.num_drafts > 0
+        read_s = output.draft_s
         if made.rows and not (made.num_chunk_tokens or made.num_prompt_tokens):
+            if was_drafting or made.num_asked:
+                read_s = output.read_s
             step = DecodingStep(
                 num_rows=len(made.rows),
                 num_drafts=made.num_drafts,
                 num_accepted=num_accepted,
                 num_asked=made.num_asked,
-                was_drafting=made.was_drafting or made.num_drafts > 0,
-                seconds=times.since_last_s,
-                draft_s=output.draft_s,
+                was_drafting=was_drafting,
+                seconds=max(0.0, times.since_last_s - read_s),
+                draft_s=output.draft_s - read_s,
             )
             costs.note(step, times.token_s)
+        costs.note_reading(times.last_step_s, read_s)
 
     def _choose(
         self, costs: DraftCosts, rows: Sequence[Request], drafts: Sequence[list[int]], *, was_asked: bool
@@ -166,7 +180,7 @@ class Drafting:
                 record.note_share(has_drafts=bool(drafts[index]))
                 self._record.note_share(has_drafts=bool(drafts[index]), kept=_KEPT_OF_ALL)
         chances, shares = self._estimates([record for _, _, record in found])
-        if costs.decides:
+        if costs.decides and not all(row.is_finished for row in rows):
             costs.decide(chances, shares)
         # if the next step has been made already, it computes the token that the first draft is of
         usable = [0 if row.num_pending_tokens else len(drafts[index]) for index, row, _ in found]

@@ -99,7 +99,7 @@ class Scheduler:
         self._preemption = Preemption(config, kv_cache, self.rows, waiting)
         self._chunk_size = ChunkSizeController(config.max_decode_pause_s, kv_cache.block_size)
         self._admission = Admission(
-            config, kv_cache, self.rows, waiting, self.requests, self._preemption, self._chunk_size
+            config, kv_cache, self.rows, waiting, self.requests, self._preemption, self._chunk_size, self._drafting
         )
         # oldest first
         self._in_flight: collections.deque[StepInFlight] = collections.deque()

@@ -230,4 +230,5 @@ def _new_row(row: Request) -> NewRow:
         bad_words=row.bad_words,
         pooling_params=row.pooling_params,
         state=row.row_state,
+        may_draft=row.drafts_up_to > 0,
     )

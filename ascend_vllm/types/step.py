@@ -84,6 +84,8 @@ class NewRow(msgspec.Struct, array_like=True, gc=False):
     pooling_params: PoolingParams | None = None
     # values that step state is filled with (layers/step_state.py), by name: numbers, or lists of them
     state: dict[str, Any] = {}
+    # its tokens are read for drafts of later ones
+    may_draft: bool = True
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
@@ -183,5 +185,7 @@ class StepOutput(msgspec.Struct, array_like=True, gc=False):
     results: list[RowResult] = []
     # [S, k] int32: drafts of the tokens that each row may sample next, filled up with NO_DRAFT; None: there are none
     drafts: np.ndarray | None = None
-    # seconds that proposing them took
+    # seconds that proposing them took, and reading for later ones
     draft_s: float = 0.0
+    # of these, what reading tokens took that were known before: prompts, and what was decoded without drafts
+    read_s: float = 0.0

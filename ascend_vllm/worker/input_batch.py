@@ -180,6 +180,8 @@ class InputBatch:
         self.num_tokens = self._lengths[1]
         # [M] int64, host: drafts after them, in `token_ids`, that the current step computes; None: no row has any
         self.num_drafts: Int64Array | None = None
+        # [M] bool, host: rows that may have drafts later, see `NewRow.may_draft`
+        self.may_draft = np.zeros(num_slots, np.bool_)
         self.sampling = SamplingColumns(num_slots, vocab_size)
         # 0, 1, … M: query_start and logits_indices of decoding rows
         self._starts_of_one_each = np.arange(num_slots + 1, dtype=np.int32)
@@ -373,6 +375,7 @@ class InputBatch:
         # one more than max_model_len: a sequence of maximum length samples a last token
         self.max_num_tokens[row.slot] = min(row.max_num_tokens, self._max_model_len + 1)
         self.num_blocks[row.slot] = 0
+        self.may_draft[row.slot] = row.may_draft
         self._append_blocks(row.slot, row.block_ids)
         self.sampling.set(row)
         if not self.row_state.is_empty:
@@ -388,7 +391,8 @@ class InputBatch:
             width, num_blocks = int(ends[moved].max()), int(self.num_blocks[of].max())
             self.token_ids[to, :width] = self.token_ids[of, :width]
             self.block_table[to, :num_blocks] = self.block_table[of, :num_blocks]
-            for column in (self.prompt_lens, self.num_blocks, self.max_num_tokens, self.num_computed_tokens):
+            columns = (self.prompt_lens, self.num_blocks, self.max_num_tokens, self.num_computed_tokens)
+            for column in (*columns, self.may_draft):
                 column[to] = column[of]
             self.sampling.copy(of, to)
             self.row_state.copy(of, to)

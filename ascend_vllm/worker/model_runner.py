@@ -180,7 +180,8 @@ class ModelRunner:
         """Computes the rows' next tokens, and samples for rows whose known tokens are all computed."""
         host_batch = self._batch.build(slots, num_scheduled)
         # ranks that share the layers must compute the same tokens of the last one
-        only_outputs = not (self._scorer.requests or self._needs_hidden)
+        needs_hidden = self._needs_hidden and bool(self._batch.may_draft[slots].any())
+        only_outputs = not (self._scorer.requests or needs_hidden)
         batch = host_batch.to_device(self._device, only_outputs=only_outputs)
         of_all = hidden = self._hidden(batch)
         prompts = self._scorer.score(host_batch, slots, hidden) if self._scorer.requests else []
@@ -188,8 +189,10 @@ class ModelRunner:
         sampling_slots = host_batch.sampling_slots
         computed = ComputedStep(host_batch, slots, num_scheduled, None if only_outputs else of_all, step.max_drafts)
         if len(sampling_slots) == 0:
+            begin = time.perf_counter()
             self._propose(computed)
-            return _nothing_sampled(step.step_id, [prompt.fetch() for prompt in prompts])
+            draft_s = time.perf_counter() - begin
+            return _nothing_sampled(step.step_id, [prompt.fetch() for prompt in prompts], draft_s)
         if len(host_batch.logits_indices) < len(hidden):
             hidden = hidden[batch.logits_indices]
         logits = self._logits_of(hidden, batch.logits_indices)
@@ -216,6 +219,7 @@ class ModelRunner:
             logprobs = None if logprobs is None else by_place(logprobs, num_places)
         begin = time.perf_counter()
         drafts = self._propose(computed)
+        draft_s = time.perf_counter() - begin
         return StepOutput(
             step_id=step.step_id,
             slots=sampling_slots.astype(np.int32),
@@ -223,12 +227,15 @@ class ModelRunner:
             logprobs=logprobs,
             prompt_logprobs=[prompt.fetch() for prompt in prompts],
             drafts=drafts,
-            draft_s=time.perf_counter() - begin,
+            draft_s=draft_s,
+            read_s=0.0 if self._proposer is None else min(self._proposer.read_s, draft_s),
         )
 
     def _propose(self, computed: ComputedStep) -> Int32Array | None:
         """[S, k] drafts of the rows that sampled; None: there are none."""
-        return None if self._proposer is None else self._proposer.propose(computed)
+        if self._proposer is None or not self._batch.may_draft[computed.slots].any():
+            return None
+        return self._proposer.propose(computed)
 
     def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, H] of the step's tokens, or [S, H] of `ForwardBatch.output_indices`.
@@ -260,10 +267,14 @@ def _places_of(wanted: Int64Array, slots: Int64Array) -> Int64Array:
     return places
 
 
-def _nothing_sampled(step_id: int, prompt_logprobs: list[PromptLogprobs] | None = None) -> StepOutput:
+def _nothing_sampled(
+    step_id: int, prompt_logprobs: list[PromptLogprobs] | None = None, draft_s: float = 0.0
+) -> StepOutput:
     return StepOutput(
         step_id=step_id,
         slots=np.zeros(0, np.int32),
         sampled_token_ids=np.zeros((0, 1), np.int64),
         prompt_logprobs=prompt_logprobs or [],
+        draft_s=draft_s,
+        read_s=draft_s,
     )

@@ -20,8 +20,8 @@ from tests.moody_drafts import Moody
 MOST = 3
 
 
-def make(**changes: Any) -> Drafting:
-    return Drafting(SpeculativeConfig(SpeculativeMethod.NGRAM, MOST, max_model_len=60, **changes))
+def make(method: SpeculativeMethod = SpeculativeMethod.NGRAM, **changes: Any) -> Drafting:
+    return Drafting(SpeculativeConfig(method, MOST, max_model_len=60, **changes))
 
 
 def enrolled(drafting: Drafting, num_running: int = 0) -> Request:
@@ -137,6 +137,50 @@ def test_where_nothing_is_measured_all_rows_have_drafts(changes: dict[str, Any])
     late = enrolled(drafting, num_running=4)
     step(drafting, [late], [[5, 6]])
     assert late.drafts == ([] if "disable_by_batch_size" in changes else [5, 6])
+
+
+def enrolled_and_begun(drafting: Drafting) -> Request:
+    request = enrolled(drafting)
+    drafting.begin(request)
+    return request
+
+
+def read(drafting: Drafting, row: Request, seconds: float, read_s: float) -> None:
+    """A step of one second in which so much of a prompt was read for drafts."""
+    times = ChunkSizeController(None, 1)
+    times.note(1.0, 1.0 + seconds, 0, 0)
+    made = StepInFlight([0], [row], 1.0, num_chunk_tokens=5)
+    none = np.zeros((0, 1), np.int64)
+    drafting.take(made, [], StepOutput(0, none[:, 0].astype(np.int32), none, draft_s=read_s, read_s=read_s), times)
+
+
+@pytest.mark.parametrize("method", [SpeculativeMethod.DRAFT_MODEL, SpeculativeMethod.EAGLE])
+def test_requests_have_no_drafts_while_reading_is_not_paid_for(method: SpeculativeMethod) -> None:
+    drafting = make(method)
+    first = enrolled_and_begun(drafting)
+    assert first.drafts_up_to > 0
+    read(drafting, first, 1.0, 0.1)
+    second = enrolled_and_begun(drafting)
+    assert (second.drafts_up_to, second.draft_record) == (0, None)
+    assert second.may_run_ahead
+    read(drafting, first, 5.0, 0.0)
+    assert enrolled_and_begun(drafting).drafts_up_to > 0
+
+
+def test_n_grams_cost_no_reading() -> None:
+    drafting = make()
+    assert all(enrolled_and_begun(drafting).drafts_up_to for _ in range(40))
+
+
+def test_rows_that_never_draft_end_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafting = make(SpeculativeMethod.EAGLE)
+    costs = drafting._costs
+    assert costs is not None
+    costs._enter(costs._mode.DRAFTING, 1, MOST)
+    plain = enrolled(drafting)
+    plain.draft_record = None
+    step(drafting, [plain], [[]])
+    assert not drafting.is_drafting
 
 
 def test_without_speculation_nothing_is_asked_for() -> None:

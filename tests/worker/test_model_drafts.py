@@ -19,7 +19,9 @@ from ascend_vllm.core.draft_costs import DecodingStep
 from ascend_vllm.ops import native
 from ascend_vllm.types.step import NO_DRAFT, NewRow, SchedulerOutput
 from ascend_vllm.worker.speculation import eagle
+from ascend_vllm.worker.speculation.chain import ChainProposer
 from ascend_vllm.worker.speculation.chain_tapes import ChainTapes
+from ascend_vllm.worker.speculation.proposer import ComputedStep
 from ascend_vllm.worker.worker import Worker
 from tests.eagle_heads import (
     eagle3_reference,
@@ -319,6 +321,39 @@ def test_a_row_without_drafts_for_long_has_none_of_a_head_any_more(
     assert found.drafts is not None
     assert (found.drafts[1] != NO_DRAFT).all()
     assert (found.drafts[0] != NO_DRAFT).all() == (most_kept == 13)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_rows_that_never_draft_are_not_read(
+    drafts: dict[str, tuple[str, ModelConfig]], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside one that does, and alone."""
+    steps: list[ComputedStep] = []
+
+    def propose(self: ChainProposer, step: ComputedStep, propose: Any = ChainProposer.propose) -> Any:
+        steps.append(step)
+        return propose(self, step)
+
+    monkeypatch.setattr(ChainProposer, "propose", propose)
+    driven = _Driven(_with_drafts(make_config(max_num_seqs=2), *drafts[name]), name)
+    driven.rows[0].may_draft = False
+    # warm-up
+    steps.clear()
+    for wanted in (0, NUM_DRAFTS):
+        output = driven.worker.execute_model(
+            SchedulerOutput(0, [], driven.rows, [0, 1], driven.lengths, [], max_drafts=wanted)
+        )
+        assert len(steps) == 1
+        assert 0 < output.read_s <= output.draft_s
+        if wanted:
+            assert output.drafts is not None
+            assert (output.drafts != NO_DRAFT).any(axis=1).tolist() == [False, True]
+            output = driven.worker.execute_model(SchedulerOutput(1, [], [], [0, 1], [1, 1], [], max_drafts=wanted))
+            assert output.read_s == 0 < output.draft_s
+        steps.clear()
+        driven.worker.execute_model(SchedulerOutput(2, [], [], [0], [1], [], max_drafts=NUM_DRAFTS))
+        assert not steps
+        driven.worker.execute_model(SchedulerOutput(3, [0, 1], [], [], [], []))
 
 
 def test_a_head_reads_so_much_at_a_time(

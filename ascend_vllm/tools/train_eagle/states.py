@@ -28,6 +28,7 @@ class _Collector:
     """A proposer that proposes nothing and keeps the hidden states of the last step."""
 
     needs_hidden = True
+    read_s = 0.0
 
     def __init__(self) -> None:
         # [T, H] float32, on the device

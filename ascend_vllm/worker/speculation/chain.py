@@ -14,6 +14,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -45,6 +46,7 @@ class Drafter:
         device: of the model.
         backend: computes attention in all layers of target and draft model.
         kv_caches: of the draft model's layers.
+        max_drafts: most drafts of a row, k.
         tape_query_lens: passes of so many tokens for each row are replayed from tapes; empty: none are.
         max_model_len: longest sequence of the draft model, in tokens.
     """
@@ -53,6 +55,7 @@ class Drafter:
     device: torch.device
     backend: AttentionBackend
     kv_caches: list[LayerCache]
+    max_drafts: int
     tape_query_lens: tuple[int, ...]
     max_model_len: int
 
@@ -69,8 +72,9 @@ class Drafter:
         """Makes one for an engine's configuration."""
         records = config.graphs.mode == GraphMode.RECORDED and load_native_library()
         assert config.speculation is not None
-        query_lens = tuple(range(1, config.speculation.num_speculative_tokens + 2)) if records else ()
-        return cls(model, context.device, backend, list(kv_caches), query_lens, max_model_len)
+        max_drafts = config.speculation.num_speculative_tokens
+        query_lens = tuple(range(1, max_drafts + 2)) if records else ()
+        return cls(model, context.device, backend, list(kv_caches), max_drafts, query_lens, max_model_len)
 
 
 class ChainProposer(abc.ABC):
@@ -87,6 +91,7 @@ class ChainProposer(abc.ABC):
     """
 
     needs_hidden: bool = False
+    read_s: float = 0.0
     input_shift: int = 0
     feeds_hidden: bool = False
 
@@ -106,10 +111,12 @@ class ChainProposer(abc.ABC):
                 self._logits,
                 batch.block_table,
                 batch.block_size,
-                max(drafter.tape_query_lens) - 1,
+                drafter.max_drafts,
             )
         # [M*q, H] hidden states that a recorded pass reads; None: none has been
         self._fixed_hidden: torch.Tensor | None = None
+        # most tokens of a row in the last pass
+        self._longest = 0
 
     @abc.abstractmethod
     def apply(self, step: SchedulerOutput) -> None:
@@ -127,7 +134,12 @@ class ChainProposer(abc.ABC):
     @torch.inference_mode()
     def propose(self, step: ComputedStep) -> Int32Array | None:
         """As `Proposer.propose`."""
+        begin = time.perf_counter()
+        self._longest = 0
         computed = self._catch_up(step)
+        # what a step with drafts has computed of a row is read for its next drafts
+        reads = self._longest > self._drafter.max_drafts + 1 or step.max_drafts == 0
+        self.read_s = time.perf_counter() - begin if reads else 0.0
         sampling = step.batch.sampling_slots
         if computed is None or step.max_drafts == 0 or len(sampling) == 0:
             return None
@@ -249,6 +261,7 @@ class ChainProposer(abc.ABC):
             [R, H], behind each row's last token, valid until the next pass.
         """
         batch = self._forward_batch(slots, starts, counts, tokens)
+        self._longest = batch.max_query_len
         hidden = hidden if self.feeds_hidden else None
         if self._tapes is not None and batch.max_query_len in self._tapes.query_lens:
             if hidden is not None:
@@ -261,7 +274,7 @@ class ChainProposer(abc.ABC):
     def _fix(self, hidden: torch.Tensor) -> None:
         """Copies hidden states [T, H] to where recorded passes read them."""
         if self._fixed_hidden is None:
-            num_tokens = len(self._batch.num_tokens) * max(self._drafter.tape_query_lens)
+            num_tokens = len(self._batch.num_tokens) * (1 + self._drafter.max_drafts)
             self._fixed_hidden = hidden.new_zeros(num_tokens, hidden.shape[1])
         self._fixed_hidden[: len(hidden)] = hidden
 

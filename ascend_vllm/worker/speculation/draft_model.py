@@ -170,7 +170,7 @@ class DraftModelProposer(ChainProposer):
         # the target has computed all tokens of a row that samples but the last
         ends = np.where(is_sampling, num_tokens, batch.num_computed_tokens[slots])
         ends = np.minimum(ends, np.minimum(batch.num_blocks[slots] * batch.block_size, self._drafter.max_model_len))
-        missing = np.flatnonzero(ends > starts)
+        missing = np.flatnonzero((ends > starts) & batch.may_draft[slots])
         if len(missing) == 0:
             return None
         slots, starts, ends = slots[missing], starts[missing], ends[missing]

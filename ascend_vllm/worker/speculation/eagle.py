@@ -112,7 +112,8 @@ class EagleProposer(ChainProposer):
     def apply(self, step: SchedulerOutput) -> None:
         """New rows have what is cached of them: KV of a head that has not read it costs acceptance only."""
         for row in step.new_rows:
-            self._num_read[row.slot], self._kept.counts[row.slot] = row.num_computed_tokens, 0
+            self._num_read[row.slot] = row.num_computed_tokens if row.may_draft else _LAPSED
+            self._kept.counts[row.slot] = 0
         if step.forks:
             targets, sources, _ = np.array(step.forks, np.int64).T
             self._kept.fork(targets, sources)

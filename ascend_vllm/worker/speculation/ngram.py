@@ -23,6 +23,7 @@ class NgramProposer:
     """
 
     needs_hidden = False
+    read_s = 0.0
 
     def __init__(self, config: SpeculativeConfig, batch: InputBatch) -> None:
         limits = config.prompt_lookup_min, config.prompt_lookup_max

@@ -38,7 +38,7 @@ class ComputedStep:
     # [R] int64: tokens that each of them computed, drafts included; rejected ones are among them
     num_scheduled: Int64Array
     # [T, H], or what the model computes with `needs_hidden`: of all tokens of the step, valid until the next step;
-    # None without
+    # None without, and if no row may have drafts
     hidden: torch.Tensor | None
     # k; 0: the step wants no drafts, but later ones may
     max_drafts: int
@@ -49,15 +49,17 @@ class Proposer(Protocol):
 
     Attributes:
         needs_hidden: whether `ComputedStep.hidden` is wanted.
+        read_s: seconds that the last `propose` took for tokens that were known before, see `StepOutput.read_s`.
     """
 
     needs_hidden: bool
+    read_s: float
 
     def apply(self, step: SchedulerOutput) -> None:
         """Called with each step before it is computed, after `InputBatch.apply`; blocks have been moved."""
 
     def propose(self, step: ComputedStep) -> Int32Array | None:
-        """Called after each step that computed tokens.
+        """Called after each step that computed tokens of rows that may have drafts.
 
         Returns:
             [S, k] drafts of the rows of `step.batch.sampling_slots`, in the order of their positions, each row filled
