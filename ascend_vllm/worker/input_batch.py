@@ -147,6 +147,7 @@ class InputBatch:
         block_size: tokens of a KV block.
         vocab_size: rows of the embedding.
         step_state: declared by the model's layers; None: there is none.
+        max_drafts: most drafts of a row in a step.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class InputBatch:
         block_size: int,
         vocab_size: int,
         step_state: StepState | None = None,
+        max_drafts: int = 0,
     ) -> None:
         self.block_size = block_size
         self.row_state = RowState(step_state or StepState(0, 0, torch.device("cpu")), num_slots)
@@ -183,13 +185,14 @@ class InputBatch:
         # [M] bool, host: rows that may have drafts later, see `NewRow.may_draft`
         self.may_draft = np.zeros(num_slots, np.bool_)
         self.sampling = SamplingColumns(num_slots, vocab_size)
-        # 0, 1, … M: query_start and logits_indices of decoding rows
+        # 0, 1, … M: query_start of decoding rows
         self._starts_of_one_each = np.arange(num_slots + 1, dtype=np.int32)
-        self._every_row = np.arange(num_slots)
+        # 0, 1, …: logits_indices of steps that sample at each token
+        self._every_token = np.arange(num_slots * (1 + max_drafts))
         self._decode_inputs: DecodeInputs | None = None
         if DecodeInputs.is_available():
             columns = (self.num_blocks, self.num_computed_tokens, self.num_tokens)
-            self._decode_inputs = DecodeInputs(self.token_ids, self.block_table, *columns, block_size)
+            self._decode_inputs = DecodeInputs(self.token_ids, self.block_table, *columns, block_size, 1 + max_drafts)
 
     def apply(self, step: SchedulerOutput) -> None:
         """Updates the slots by a step's diff.
@@ -232,7 +235,10 @@ class InputBatch:
                 return self._decoding_batch(self._decode_inputs, slots, num_scheduled, max_seq_len)
         computed, known = self._lengths.take(slots, axis=1)
         if self.num_drafts is not None:
-            known = known + self.num_drafts[slots]
+            drafts = self.num_drafts[slots]
+            if (batch := self._drafting_batch(slots, computed, known, drafts, num_scheduled)) is not None:
+                return batch
+            known = known + drafts
         seq_lens = computed + num_scheduled
         missing = known - seq_lens
         max_query_len, max_seq_len = int(num_scheduled.max()), int(seq_lens.max())
@@ -281,10 +287,43 @@ class InputBatch:
             query_start=self._starts_of_one_each[: num_rows + 1],
             seq_lens=inputs.seq_lens[:num_rows],
             block_table=inputs.block_table[:num_rows, : -(-max_seq_len // self.block_size)],
-            logits_indices=self._every_row[:num_rows],
+            logits_indices=self._every_token[:num_rows],
             sampling_slots=slots,
             num_places=None,
             max_query_len=1,
+            max_seq_len=max_seq_len,
+            row_values=None if self.row_state.is_empty else self.row_state.gather(slots, num_scheduled),
+            row_state=self.row_state,
+        )
+
+    def _drafting_batch(
+        self,
+        slots: Int64Array,
+        computed: Int64Array,
+        known: Int64Array,
+        drafts: Int64Array,
+        num_scheduled: Int64Array,
+    ) -> HostBatch | None:
+        """The batch of rows that compute their last tokens and drafts; None: some compute others, or it cannot."""
+        inputs, num_rows, num_tokens = self._decode_inputs, len(slots), int(num_scheduled.sum())
+        if inputs is None or num_tokens > len(inputs.input_ids):
+            return None
+        if not ((known - computed == 1) & (num_scheduled - drafts == 1)).all():
+            return None
+        max_seq_len = inputs.gather_several(slots, computed, num_scheduled)
+        if max_seq_len == 0:
+            return None
+        return HostBatch(
+            input_ids=inputs.input_ids[:num_tokens],
+            positions=inputs.positions[:num_tokens],
+            slot_mapping=inputs.slot_mapping[:num_tokens],
+            query_start=inputs.query_start[: num_rows + 1],
+            seq_lens=inputs.seq_lens[:num_rows],
+            block_table=inputs.block_table[:num_rows, : -(-max_seq_len // self.block_size)],
+            logits_indices=self._every_token[:num_tokens],
+            sampling_slots=slots,
+            num_places=num_scheduled,
+            max_query_len=int(num_scheduled.max()),
             max_seq_len=max_seq_len,
             row_values=None if self.row_state.is_empty else self.row_state.gather(slots, num_scheduled),
             row_state=self.row_state,
@@ -322,7 +361,10 @@ class InputBatch:
         Returns:
             [S, N] as `StepOutput.sampled_token_ids` has it.
         """
-        numbers = np.arange(num_places.max())
+        inputs, most = self._decode_inputs, int(num_places.max())
+        if inputs is not None and most * len(slots) <= len(inputs.input_ids):
+            return inputs.accept(slots, num_places, sampled, REJECTED_TOKEN, PADDING_TOKEN)
+        numbers = np.arange(most)
         has_place = numbers < num_places[:, None]
         table = np.full(has_place.shape, PADDING_TOKEN)
         table[has_place] = sampled

@@ -118,6 +118,7 @@ class RunnerFactory:
             block_size=config.cache.block_size,
             vocab_size=config.model.vocab_size,
             step_state=self._loaded.step_state,
+            max_drafts=0 if config.speculation is None else config.speculation.num_speculative_tokens,
         )
         num_layers = len(model.attention_layers)
         forward = ModelForward(model, backend, kv_caches[:num_layers], self._link)

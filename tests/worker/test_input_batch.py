@@ -204,3 +204,77 @@ def test_a_full_sequence_has_a_place_for_its_last_token() -> None:
     built = batch.build(np.array([3]), np.array([MAX_MODEL_LEN]))
     batch.append(built.sampling_slots, np.array([77]))
     assert batch.token_ids[3, MAX_MODEL_LEN] == 77
+
+
+@pytest.mark.parametrize("most_drafts", [0, 3])
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_drafts_are_gathered_as_by_numpy(most_drafts: int, data: st.DataObject) -> None:
+    """Also where some rows have none, and rows that compute prompts beside them; without room, only by numpy."""
+    batches = []
+    for is_native in (True, False):
+        if is_native and not load_native_library():
+            pytest.skip("no library")
+        with mock.patch.object(DecodeInputs, "is_available", return_value=is_native):
+            sizes = (NUM_SLOTS, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE)
+            batches.append(InputBatch(*sizes, max_drafts=most_drafts))
+    step, slots, counts = step_of(), [], []
+    for slot in data.draw(st.lists(st.integers(0, NUM_SLOTS - 1), min_size=1, unique=True), label="slots"):
+        tokens = data.draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=MAX_MODEL_LEN - 3))
+        missing = data.draw(st.sampled_from([1, 1, 1, len(tokens)]), label="missing")
+        drafts = data.draw(st.lists(st.integers(0, 1), max_size=3), label="drafts")
+        blocks = list(range(1 + 10 * slot, 1 + 10 * slot - (-(len(tokens) + 3) // BLOCK_SIZE)))
+        step.new_rows.append(new_row(slot, tokens, blocks, len(tokens) - missing))
+        step.drafts.append((slot, drafts))
+        slots.append(slot)
+        counts.append(missing + len(drafts))
+    built = []
+    for batch in batches:
+        batch.apply(step)
+        built.append(batch.build(np.array(slots), np.array(counts)))
+    native, plain = built
+    for field in ("input_ids", "positions", "slot_mapping", "query_start", "seq_lens", "logits_indices"):
+        found, expected = getattr(native, field), getattr(plain, field)
+        assert found.tolist() == expected.tolist(), field
+        assert found.dtype == expected.dtype
+    assert native.sampling_slots.tolist() == plain.sampling_slots.tolist()
+    assert (native.num_places is None) == (plain.num_places is None)
+    if native.num_places is not None and plain.num_places is not None:
+        assert native.num_places.tolist() == plain.num_places.tolist()
+    assert (native.max_query_len, native.max_seq_len) == (plain.max_query_len, plain.max_seq_len)
+    for index, length in enumerate(native.seq_lens.tolist()):
+        used = -(-length // BLOCK_SIZE)
+        assert native.block_table[index, :used].tolist() == plain.block_table[index, :used].tolist()
+    assert plain.num_places is not None
+    # right drafts, wrong ones, and what is sampled where all tokens are forbidden
+    ids = st.sampled_from([-1, 0, 1])
+    sampled = np.array(data.draw(st.lists(ids, min_size=(count := int(plain.num_places.sum())), max_size=count)))
+    tables, kept = [], []
+    for batch, one in zip(batches, built, strict=True):
+        assert one.num_places is not None
+        batch.advance(np.array(slots), np.array(counts))
+        tables.append(batch.accept(one.sampling_slots, one.num_places, sampled))
+        ends = batch.num_tokens[slots].tolist()
+        rows = [batch.token_ids[slot, :end].tolist() for slot, end in zip(slots, ends, strict=True)]
+        kept.append([ends, batch.num_computed_tokens[slots].tolist(), rows])
+    assert tables[0].tolist() == tables[1].tolist()
+    assert tables[0].dtype == tables[1].dtype
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.skipif(not load_native_library(), reason="needs the compiled library")
+@pytest.mark.parametrize("shift", [0, 1])
+def test_several_tokens_need_blocks_and_room(shift: int) -> None:
+    """Row 1 has two blocks and, with the token that a head reads ahead, one place less."""
+    token_ids = np.arange(3 * (2 * BLOCK_SIZE + 1), dtype=np.int32).reshape(3, -1)
+    table = np.arange(6, dtype=np.int32).reshape(3, 2)
+    lengths = np.zeros(3, np.int64)
+    inputs = DecodeInputs(token_ids, table, np.full(3, 2), lengths, lengths, BLOCK_SIZE, 4)
+    slots, counts = np.array([1, 0]), np.array([3, 1])
+    most = 2 * BLOCK_SIZE
+    assert inputs.gather_several(slots, np.array([most - 3, 2]), counts, shift) == most
+    assert inputs.input_ids[:4].tolist() == [*(token_ids[1, most - 3 + shift : most + shift]), 2 + shift]
+    assert inputs.last_tokens[:2].tolist() == [2, 3]
+    assert inputs.query_start[:3].tolist() == [0, 3, 4]
+    assert inputs.gather_several(slots, np.array([most - 2, 2]), counts, shift) == 0
+    assert inputs.gather_several(slots, np.array([most - 3, 2]), counts, 2) == 0

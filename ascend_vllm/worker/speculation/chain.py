@@ -26,6 +26,7 @@ from ascend_vllm.config.graphs import GraphMode
 from ascend_vllm.layers.attention import Attention
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.models.blocks import CausalLM
+from ascend_vllm.ops.decode_inputs import DecodeInputs
 from ascend_vllm.ops.native import load_native_library
 from ascend_vllm.ops.sampling import arg_max
 from ascend_vllm.types.step import NO_DRAFT, SchedulerOutput
@@ -113,6 +114,13 @@ class ChainProposer(abc.ABC):
                 batch.block_size,
                 drafter.max_drafts,
             )
+        self._inputs: DecodeInputs | None = None
+        if DecodeInputs.is_available():
+            columns = (batch.num_blocks, batch.num_computed_tokens, batch.num_tokens)
+            arrays = (batch.token_ids, batch.block_table, *columns)
+            self._inputs = DecodeInputs(*arrays, batch.block_size, 1 + drafter.max_drafts)
+        # the largest token id that the draft model knows, which stands for those above; None: it knows all
+        self._last_id: int | None = None
         # [M*q, H] hidden states that a recorded pass reads; None: none has been
         self._fixed_hidden: torch.Tensor | None = None
         # most tokens of a row in the last pass
@@ -237,15 +245,13 @@ class ChainProposer(abc.ABC):
             [R, H], valid until the next pass.
         """
         self._note_passes(slots, places + 1)
-        tokens = self._batch.token_ids[slots, places].astype(np.int64)
-        return self._compute(slots, places - self.input_shift, np.ones_like(slots), tokens, hidden)
+        return self._compute(slots, places - self.input_shift, np.ones_like(slots), hidden)
 
     def _compute(
         self,
         slots: Int64Array,
         starts: Int64Array,
         counts: Int64Array,
-        tokens: Int64Array,
         hidden: torch.Tensor | None,
     ) -> torch.Tensor:
         """Computes some tokens of rows, by a tape where all rows have equally many.
@@ -254,13 +260,12 @@ class ChainProposer(abc.ABC):
             slots: [R].
             starts: [R], first position of each.
             counts: [R], number of positions, 1 or more.
-            tokens: [T].
             hidden: [T, H] before the tokens, if they enter with them.
 
         Returns:
             [R, H], behind each row's last token, valid until the next pass.
         """
-        batch = self._forward_batch(slots, starts, counts, tokens)
+        batch = self._forward_batch(slots, starts, counts)
         self._longest = batch.max_query_len
         hidden = hidden if self.feeds_hidden else None
         if self._tapes is not None and batch.max_query_len in self._tapes.query_lens:
@@ -289,42 +294,44 @@ class ChainProposer(abc.ABC):
         metadata = drafter.backend.prepare(batch)
         return drafter.model.forward(batch, drafter.kv_caches, drafter.backend, metadata, hidden)
 
-    def _forward_batch(
-        self, slots: Int64Array, starts: Int64Array, counts: Int64Array, tokens: Int64Array
-    ) -> ForwardBatch:
+    def _forward_batch(self, slots: Int64Array, starts: Int64Array, counts: Int64Array) -> ForwardBatch:
         """A pass over some rows, whose last tokens' results are wanted.
 
         Args:
             slots: [R].
             starts: [R], first position of each.
             counts: [R], number of positions, 1 or more.
-            tokens: [T].
         """
-        block_size, block_table = self._batch.block_size, self._batch.block_table
-        positions, token_slots = ragged_arange(starts, counts), np.repeat(slots, counts)
-        query_start = np.zeros(len(slots) + 1, np.int32)
-        counts.cumsum(out=query_start[1:])
-        seq_lens = (starts + counts).astype(np.int32)
-        max_seq_len = int(seq_lens.max())
-        blocks = block_table[token_slots, positions // block_size].astype(np.int64)
-        outputs = query_start[1:].astype(np.int64) - 1
-        tables = upload_all(
-            (
-                tokens,
-                positions,
-                blocks * block_size + positions % block_size,
-                query_start,
-                seq_lens,
-                block_table[slots, : math.ceil(max_seq_len / block_size)],
-                outputs,
-            ),
-            self._drafter.device,
-        )
-        input_ids, on_device, slot_mapping, starts_on_device, lens_on_device, blocks_on_device, indices = tables
+        batch, num_rows, num_tokens = self._batch, len(slots), int(counts.sum())
+        block_size, inputs = batch.block_size, self._inputs
+        max_seq_len = 0
+        if inputs is not None and num_tokens <= len(inputs.input_ids):
+            max_seq_len = inputs.gather_several(slots, starts, counts, self.input_shift)
+        if inputs is not None and max_seq_len > 0:
+            input_ids, positions = inputs.input_ids[:num_tokens], inputs.positions[:num_tokens]
+            slot_mapping, outputs = inputs.slot_mapping[:num_tokens], inputs.last_tokens[:num_rows]
+            query_start, seq_lens = inputs.query_start[: num_rows + 1], inputs.seq_lens[:num_rows]
+            block_table = inputs.block_table[:num_rows, : math.ceil(max_seq_len / block_size)]
+        else:
+            positions, token_slots = ragged_arange(starts, counts), np.repeat(slots, counts)
+            input_ids = batch.token_ids[token_slots, positions + self.input_shift].astype(np.int64)
+            query_start = np.zeros(num_rows + 1, np.int32)
+            counts.cumsum(out=query_start[1:])
+            seq_lens = (starts + counts).astype(np.int32)
+            max_seq_len = int(seq_lens.max())
+            blocks = batch.block_table[token_slots, positions // block_size].astype(np.int64)
+            slot_mapping = blocks * block_size + positions % block_size
+            block_table = batch.block_table[slots, : math.ceil(max_seq_len / block_size)]
+            outputs = query_start[1:].astype(np.int64) - 1
+        if self._last_id is not None:
+            np.minimum(input_ids, self._last_id, out=input_ids)
+        arrays = (input_ids, positions, slot_mapping, query_start, seq_lens, block_table, outputs)
+        tables = upload_all(arrays, self._drafter.device)
+        ids, on_device, mapping, starts_on_device, lens_on_device, blocks_on_device, indices = tables
         return ForwardBatch(
-            input_ids=input_ids,
+            input_ids=ids,
             positions=on_device,
-            slot_mapping=slot_mapping,
+            slot_mapping=mapping,
             query_start=starts_on_device,
             seq_lens=lens_on_device,
             block_table=blocks_on_device,
@@ -333,7 +340,7 @@ class ChainProposer(abc.ABC):
             seq_lens_np=seq_lens,
             max_query_len=int(counts.max()),
             max_seq_len=max_seq_len,
-            output_indices=indices if len(outputs) < len(tokens) else None,
+            output_indices=indices if num_rows < num_tokens else None,
         )
 
 

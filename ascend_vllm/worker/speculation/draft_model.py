@@ -26,7 +26,7 @@ from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.models.loader import load_model
 from ascend_vllm.types.step import MoveKind, SchedulerOutput
 from ascend_vllm.worker.input_batch import InputBatch
-from ascend_vllm.worker.sampling.columns import Int64Array, ragged_arange
+from ascend_vllm.worker.sampling.columns import Int64Array
 from ascend_vllm.worker.sampling.sampler import Sampler
 from ascend_vllm.worker.speculation.chain import ChainProposer, Drafter, DraftingModel
 from ascend_vllm.worker.speculation.proposer import ComputedStep
@@ -135,7 +135,8 @@ class DraftModelProposer(ChainProposer):
     ) -> None:
         super().__init__(drafter, batch, sampler)
         self._vocab_size = vocab_size
-        self._own_vocab_size = own_vocab_size
+        if own_vocab_size < vocab_size:
+            self._last_id = own_vocab_size - 1
         self._most_tokens = most_tokens
         # [M] int64, host: tokens whose KV the draft model has computed, and full blocks that `_blocks` has of them
         self._num_computed = np.zeros(len(batch.num_tokens), np.int64)
@@ -181,10 +182,7 @@ class DraftModelProposer(ChainProposer):
             kept = counts > 0
             slots, starts, ends, counts = slots[kept], starts[kept], ends[kept], counts[kept]
         self._note_computed(slots, starts + counts)
-        tokens = batch.token_ids[np.repeat(slots, counts), ragged_arange(starts, counts)].astype(np.int64)
-        if self._own_vocab_size < self._vocab_size:
-            tokens = tokens.clip(max=self._own_vocab_size - 1)
-        hidden = self._compute(slots, starts, counts, tokens, None)
+        hidden = self._compute(slots, starts, counts, None)
         if starts[-1] + counts[-1] == ends[-1]:
             return slots, hidden
         # all but the last row lack nothing now

@@ -146,14 +146,15 @@ class EagleProposer(ChainProposer):
         hidden = self._kept.take(slots, counts, self._states(step, first, counts))
         starts, counts = self._num_read[slots], kept + counts
         self._num_read[slots] = starts + counts
-        tokens = batch.token_ids[np.repeat(slots, counts), ragged_arange(starts + 1, counts)].astype(np.int64)
-        return slots, self._compute(slots, starts, counts, tokens, self._head.features(hidden))
+        return slots, self._compute(slots, starts, counts, self._head.features(hidden))
 
     def _states(self, step: ComputedStep, first: Int64Array, counts: Int64Array) -> torch.Tensor:
         """[T, F] of some of the step's rows: so many of each from its first token on."""
         assert step.hidden is not None
         if counts.sum() == len(step.hidden):
             return step.hidden
+        if len(first) == 1:
+            return step.hidden[int(first[0]) : int(first[0] + counts[0])]
         return step.hidden[upload(ragged_arange(first, counts), self._drafter.device)]
 
     def _best_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
