@@ -1,11 +1,12 @@
-// The inputs of decoding steps, gathered from the rows' slots, and accepted drafts; see ascend_vllm/ops/decode_inputs.py.
+// The inputs of decoding steps, gathered from the rows' slots, and accepted drafts; see
+// ascend_vllm/ops/decode_inputs.py.
 #include <algorithm>
 #include <cstdint>
 
 namespace ascend_vllm {
 
-// M slots, L + 1 tokens and B blocks of each; R rows of a step, T tokens of them, up to C of a row. DecodeInputs in
-// Python has the same fields.
+// M slots, L + 1 tokens and B blocks of each; R rows of a step, T tokens of them, up to C of a
+// row. DecodeInputs in Python has the same fields.
 struct DecodeInputs {
   int64_t row_tokens, row_blocks, block_size;
   int32_t* token_ids;          // [M, L + 1]
@@ -64,7 +65,8 @@ ascend_vllm_several_inputs(const ascend_vllm::DecodeInputs* inputs, int64_t rows
     for (int64_t position = in.starts[r]; position < length; ++position, ++token) {
       in.input_ids[token] = tokens[position];
       in.positions[token] = position;
-      in.slot_mapping[token] = int64_t{blocks[position / in.block_size]} * in.block_size + position % in.block_size;
+      in.slot_mapping[token] =
+          int64_t{blocks[position / in.block_size]} * in.block_size + position % in.block_size;
     }
     in.last_tokens[r] = token - 1;
     in.query_start[r + 1] = static_cast<int32_t>(token);
@@ -75,11 +77,11 @@ ascend_vllm_several_inputs(const ascend_vllm::DecodeInputs* inputs, int64_t rows
   return longest;
 }
 
-// Adds what rows sampled at their last tokens and drafts, up to the first one that differs from the draft. `sampled`
-// becomes [R, width], where `rejected` stands behind that one and `padding` where a row has no drafts.
-extern "C" __attribute__((visibility("default"))) void
-ascend_vllm_accept(const ascend_vllm::DecodeInputs* inputs, int64_t rows, int64_t width, int64_t rejected,
-                   int64_t padding) {
+// Adds what rows sampled at their last tokens and drafts, up to the first one that differs from
+// the draft. `sampled` becomes [R, width], where `rejected` stands behind that one and `padding`
+// where a row has no drafts.
+extern "C" __attribute__((visibility("default"))) void ascend_vllm_accept(
+    const ascend_vllm::DecodeInputs* inputs, int64_t rows, int64_t width, int64_t rejected, int64_t padding) {
   const ascend_vllm::DecodeInputs& in = *inputs;
   int64_t token = 0;
   for (int64_t r = 0; r < rows; ++r) token += in.counts[r];
