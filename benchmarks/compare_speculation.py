@@ -17,8 +17,8 @@ Workloads. "recurring" (rows ngram): a random model's greedy text becomes period
 random beginning and what the model makes of it, and the answer is its continuation, so that the prompt's text recurs
 in the answer: the most that n-grams can gain. "repeated" (rows copy): a conversation in which a question is asked
 that was answered in it before, which is what summaries and edited texts look like to n-grams. "questions" (rows draft
-and eagle): a question behind an exchange about something else. The last two need a model that was trained on the demo
-model's texts, whose longest answers are asked for; answers end where the model ends them.
+and eagle): a question alone. The last two need a model that was trained on the demo model's texts, whose longest
+answers are asked for; answers end where the model ends them.
 """
 
 from __future__ import annotations
@@ -85,23 +85,19 @@ def recurring(subject: Subject) -> list[SampleRequest]:
 
 
 def _conversations(subject: Subject, asked_before: bool) -> list[SampleRequest]:
-    """Prompts that end with a question; the exchange before is about it, or about something else."""
+    """Prompts that end with a question, alone or behind the same one with its answer."""
     facts = sorted(build_facts(), key=lambda fact: len(fact.answer))
     longest = facts[-len(facts) // 4 :]
-    made = []
-    for fact in subject.chooser.choices(longest, k=subject.count):
-        before = fact if asked_before else subject.chooser.choice(longest)
-        made.append(_conversation(subject, before, fact))
-    return made
+    chosen = subject.chooser.choices(longest, k=subject.count)
+    return [_conversation(subject, fact, asked_before=asked_before) for fact in chosen]
 
 
-def _conversation(subject: Subject, before: Fact, fact: Fact) -> SampleRequest:
+def _conversation(subject: Subject, fact: Fact, *, asked_before: bool) -> SampleRequest:
     choose = subject.chooser.choice
-    messages = [
-        {"role": "user", "content": choose(before.questions)},
-        {"role": "assistant", "content": before.answer},
-        {"role": "user", "content": choose(fact.questions)},
-    ]
+    messages = [{"role": "user", "content": choose(fact.questions)}]
+    if asked_before:
+        messages.append({"role": "assistant", "content": fact.answer})
+        messages.append({"role": "user", "content": choose(fact.questions)})
     text = str(subject.tokenizer.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     return SampleRequest(text, len(encode(subject.tokenizer, text)), subject.output_len)
 
@@ -112,7 +108,7 @@ def repeated(subject: Subject) -> list[SampleRequest]:
 
 
 def questions(subject: Subject) -> list[SampleRequest]:
-    """Questions behind an exchange about something else."""
+    """Questions alone."""
     return _conversations(subject, asked_before=False)
 
 

@@ -185,6 +185,8 @@ class DraftCosts:
         self._num_drafting_steps = 0
         self._plain, self._drafted = StepCosts(), StepCosts()
         self._was_plain = False
+        # seconds of the last step, if it was plain and made ahead
+        self._last_plain_s: float | None = None
         # seconds for each draft of all rows, by number of rows
         self._proposing = StepCosts()
         # seconds of another token in a step, as far as prompts tell; 0: they have not
@@ -261,7 +263,11 @@ class DraftCosts:
         if step.was_drafting:
             self._drafted.note(num_rows + step.num_drafts, max(0.0, seconds - step.draft_s), now)
         elif self._was_plain and step.num_asked == 0:
-            self._plain.note(num_rows, seconds, now)
+            # outputs that were taken late make the next ones seem early
+            last_s = seconds if self._last_plain_s is None else self._last_plain_s
+            self._plain.note(num_rows, (seconds + last_s) / 2, now)
+        is_ahead = self._was_plain and not step.was_drafting
+        self._last_plain_s = max(0.0, seconds - step.draft_s) if is_ahead else None
         self._was_plain = not step.was_drafting
         if step.num_asked:
             self._proposing.note(num_rows, step.draft_s / step.num_asked, now)

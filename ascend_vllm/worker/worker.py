@@ -51,6 +51,8 @@ from ascend_vllm.worker.speculation.proposer import ProposerFactory
 logger = init_logger(__name__)
 
 _WARM_UP_TOKENS = 16
+# with more drafts steps are recorded when they come
+_MOST_WARM_UP_DRAFTS = 8
 
 # tags of `wake_up`
 WEIGHTS = "weights"
@@ -399,7 +401,40 @@ class Worker:
             # stages that do not sample continue with an arbitrary token
             runner.execute(SchedulerOutput(-1, [], [], [0], [1], [], sampled=[(0, 0)]))
         runner.execute(SchedulerOutput(-1, [0], [], [], [], []))
+        if config.speculation is not None and config.graphs.mode == GraphMode.RECORDED:
+            self._warm_up_drafts(runner, config.speculation.num_speculative_tokens, room)
         logger.debug("Warmed up in %.2f s", time.monotonic() - start)
+
+    def _warm_up_drafts(self, runner: Runner, max_drafts: int, room: int) -> None:
+        """Records the steps that a row alone has with up to so many drafts: what that takes would count against them.
+
+        Args:
+            runner: no slot is in use.
+            max_drafts: of a row.
+            room: tokens that the row can have.
+        """
+        max_drafts = min(max_drafts, _MOST_WARM_UP_DRAFTS)
+        # of the prompt, and with each number of drafts, all of which may be right
+        most_tokens = 2 + sum(range(2, max_drafts + 2))
+        if most_tokens > room:
+            return
+        blocks = list(range(math.ceil(most_tokens / self._config.cache.block_size)))
+
+        def row(length: int, temperature: float) -> NewRow:
+            params = SamplingParams(temperature=temperature)
+            return NewRow(0, "warm-up", [0] * length, length, 0, blocks, params, seed=0, stop_token_ids=[])
+
+        # a head reads so many tokens after right drafts: here of a prompt, behind its first token
+        for count in range(1, max_drafts + 2):
+            runner.execute(SchedulerOutput(-1, [], [row(1 + count, 0.0)], [0], [1], [], max_drafts=1))
+            wanted = min(count, max_drafts)
+            runner.execute(SchedulerOutput(-1, [], [], [0], [count], [], max_drafts=wanted))
+            runner.execute(SchedulerOutput(-1, [0], [], [], [], []))
+        runner.execute(SchedulerOutput(-1, [], [row(1, 1.0)], [0], [1], []))
+        for count in range(1, max_drafts + 1):
+            step = SchedulerOutput(-1, [], [], [0], [1 + count], [], drafts=[(0, [0] * count)], max_drafts=count)
+            runner.execute(step)
+        runner.execute(SchedulerOutput(-1, [0], [], [], [], []))
 
     def _peak_bytes(self) -> int:
         """Memory that steps need beside the weights and the KV cache; 0 if the platform does not measure it.

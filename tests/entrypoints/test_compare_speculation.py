@@ -47,7 +47,7 @@ def test_a_row_is_measured_with_drafts_and_without(
 
 
 def test_conversations_of_the_trained_models(program: Any) -> None:
-    """The same question twice, or two of them; the same seed asks the same."""
+    """The same question twice, with its answer between, or one alone; the same seed asks the same."""
     # with a template, and tokens for any text
     hf = transformers.AutoTokenizer.from_pretrained(tiny_model("qwen2"))
     tokenizer = Tokenizer(hf)
@@ -56,12 +56,15 @@ def test_conversations_of_the_trained_models(program: Any) -> None:
     repeated, questions = program.repeated(subject), program.questions(subject)
     assert repeated == program.repeated(again)
     facts = {question: fact.answer for fact in program.build_facts() for question in fact.questions}
-    for request, asked_before in ((repeated[0], True), (questions[0], False)):
-        first, answer, last, _ = [turn.partition("\n")[2] for turn in request.prompt.split("<|im_start|>")[1:]]
-        asked = [turn.removesuffix("<|im_end|>\n") for turn in (first, last)]
-        assert facts[asked[0]] == answer.removesuffix("<|im_end|>\n")
-        assert (facts[asked[0]] == facts[asked[1]]) == asked_before
-        assert request.output_len == 50 and request.prompt_len > 20
+    for request, num_turns in ((repeated[0], 4), (questions[0], 2)):
+        turns = [turn.partition("\n")[2] for turn in request.prompt.split("<|im_start|>")[1:]]
+        *turns, last, to_come = [turn.removesuffix("<|im_end|>\n") for turn in turns]
+        assert len(turns) + 2 == num_turns and to_come == ""
+        if turns:
+            first, answer = turns
+            assert facts[first] == facts[last] == answer
+        assert last in facts
+        assert request.output_len == 50 and request.prompt_len > 5
 
 
 @pytest.mark.parametrize(

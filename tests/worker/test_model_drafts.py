@@ -17,6 +17,7 @@ from ascend_vllm.config.model import ModelConfig
 from ascend_vllm.config.speculation import SpeculativeConfig, SpeculativeMethod
 from ascend_vllm.core.draft_costs import DecodingStep
 from ascend_vllm.ops import native
+from ascend_vllm.ops.tape import Tapes
 from ascend_vllm.types.step import NO_DRAFT, NewRow, SchedulerOutput
 from ascend_vllm.worker.speculation import eagle
 from ascend_vllm.worker.speculation.chain import ChainProposer
@@ -415,6 +416,8 @@ def test_chains_of_drafts_are_tapes(
         return tokens
 
     monkeypatch.setattr(ChainTapes, "run", run)
+    # what it records is no request's
+    monkeypatch.setattr(Worker, "_warm_up_drafts", lambda *_: None)
     config = _with_drafts(make_config(max_num_seqs=1), *drafts[name])
     for params in ({"temperature": 0}, {"seed": 3, "top_k": 20, "logprobs": 1}):
         generate(config, {"one": Asked(make_prompts(3)[2], SamplingParams(max_tokens=12, ignore_eos=True, **params))})
@@ -424,3 +427,41 @@ def test_chains_of_drafts_are_tapes(
     params = SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=6)
     generate(config, {"one": Asked(make_prompts(3)[2], params)})
     assert not chains
+
+
+@pytest.mark.skipif(not native.load_native_library(), reason="needs the compiled library")
+@pytest.mark.parametrize("name", ["itself", "another", "eagle", "eagle3"])
+def test_steps_of_a_row_alone_are_recorded_before_the_first_request(
+    drafts: dict[str, tuple[str, ModelConfig]], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recording would count as a cost of drafts. Only what draft models read of prompts is not."""
+    recorded: list[int] = []
+
+    def record(self: Tapes, key: int, run: Any, record: Any = Tapes.record) -> Any:
+        recorded.append(key)
+        return record(self, key, run)
+
+    monkeypatch.setattr(Tapes, "record", record)
+    config = _with_drafts(make_config(max_num_seqs=2), *drafts[name])
+    graphs = msgspec.structs.replace(config.graphs, query_lens=tuple(range(1, NUM_DRAFTS + 2)))
+    driven = _Driven(msgspec.structs.replace(config, graphs=graphs), "another")
+    # of the model and of the drafts, and chains of each length, greedy and drawn
+    assert len(recorded) == 2 * (NUM_DRAFTS + 1) + 2 * NUM_DRAFTS
+    recorded.clear()
+    row = driven.rows[0]
+    for step in (
+        SchedulerOutput(0, [], [row], [0], [len(row.token_ids)], [], max_drafts=NUM_DRAFTS),
+        *(
+            SchedulerOutput(0, [], [], [0], [1 + count], [], drafts=[(0, [5] * count)], max_drafts=NUM_DRAFTS)
+            for count in range(1, NUM_DRAFTS + 1)
+        ),
+    ):
+        driven.worker.execute_model(step)
+    assert not recorded
+
+
+def test_a_cache_too_small_for_drafts_is_not_warmed_up(drafts: dict[str, tuple[str, ModelConfig]]) -> None:
+    worker = Worker(_with_drafts(make_config(max_num_seqs=1, max_model_len=8), *drafts["itself"]))
+    worker.load_model()
+    worker.initialize_cache(1)
+    assert len(worker.execute_model(SchedulerOutput(0, [], [], [], [], [])).slots) == 0

@@ -20,6 +20,7 @@ from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.models.eagle import DraftHead
+from ascend_vllm.ops.kept_states import keep_states
 from ascend_vllm.types.step import SchedulerOutput
 from ascend_vllm.worker.input_batch import InputBatch, upload
 from ascend_vllm.worker.sampling.columns import Int64Array, ragged_arange
@@ -63,6 +64,21 @@ class KeptStates:
         places = ragged_arange(slots * _MOST_KEPT + self.counts[slots], counts)
         self._states.index_copy_(0, upload(places, states.device), states)
         self.counts[slots] += counts
+
+    def add_one_each(self, slots: Int64Array, states: torch.Tensor, num_read: Int64Array) -> bool:
+        """Keeps states [R, F], one of each slot, as far as there is room; slots without room lapse.
+
+        Args:
+            slots: [R].
+            states: [R, F].
+            num_read: [M], see `EagleProposer`; slots that have lapsed keep nothing.
+
+        Returns:
+            Whether it was done: it is one native call, for which tensors must be in host memory.
+        """
+        if self._states is None:
+            self._states = states.new_zeros(self.num_slots * _MOST_KEPT, states.shape[1])
+        return keep_states(slots, states, self._states, self.counts, num_read, _MOST_KEPT, _LAPSED)
 
     def take(self, slots: Int64Array, counts: Int64Array, states: torch.Tensor) -> torch.Tensor:
         """Hidden states of each slot, first those that were kept, which are no longer kept then.
@@ -122,6 +138,10 @@ class EagleProposer(ChainProposer):
 
     def _catch_up(self, step: ComputedStep) -> tuple[Int64Array, torch.Tensor] | None:
         assert step.hidden is not None
+        # nearly every step while there are no drafts
+        is_plain = step.max_drafts == 0 and step.batch.max_query_len == 1
+        if is_plain and self._kept.add_one_each(step.slots, step.hidden, self._num_read):
+            return None
         batch, slots, first = self._batch, step.slots, step.batch.query_start[:-1].astype(np.int64)
         starts = step.batch.positions[first]
         # hidden states behind a rejected draft are void

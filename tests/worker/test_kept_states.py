@@ -1,0 +1,41 @@
+"""Hidden states that are kept for EAGLE heads: the native call against a plain loop."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ascend_vllm.ops.kept_states import keep_states
+from ascend_vllm.ops.native import load_native_library
+
+NUM_SLOTS, KEEPING, MOST, WIDTH, LAPSED = 6, 4, 3, 5, -1
+
+
+@pytest.mark.skipif(not load_native_library(), reason="needs the compiled library")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_are_kept_while_there_is_room(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    kept = torch.zeros(KEEPING * MOST, WIDTH, dtype=dtype)
+    counts, positions = np.zeros(NUM_SLOTS, np.int64), np.full(NUM_SLOTS, 7)
+    positions[1] = LAPSED
+    expected: dict[int, list[torch.Tensor]] = {slot: [] for slot in range(NUM_SLOTS)}
+    for slots in ([0, 2, 5], [2, 1, 3], [2, 0], [3, 2]):
+        states = torch.randn(len(slots), WIDTH, generator=generator).to(dtype)
+        assert keep_states(np.array(slots), states, kept, counts, positions, MOST, LAPSED)
+        for slot, state in zip(slots, states, strict=True):
+            expected[slot].append(state)
+    # slot 1 had lapsed, slot 5 is not among those that are kept, slot 2 has had one too many
+    assert positions.tolist() == [7, LAPSED, LAPSED, 7, 7, LAPSED]
+    assert counts.tolist() == [2, 0, 3, 2, 0, 0]
+    for slot in (0, 2, 3):
+        count = counts[slot]
+        assert torch.equal(kept[slot * MOST : slot * MOST + count], torch.stack(expected[slot][:count]))
+
+
+def test_it_needs_contiguous_tensors_of_the_host() -> None:
+    counts = np.zeros(2, np.int64)
+    states, kept = torch.zeros(4, 2).T, torch.zeros(4, 4)
+    assert not keep_states(np.array([0, 1]), states, kept, counts, counts.copy(), 2, LAPSED)
+    assert not keep_states(np.array([0, 1]), states.contiguous().to("meta"), kept, counts, counts.copy(), 2, LAPSED)
+    assert not counts.any()
