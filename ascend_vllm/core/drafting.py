@@ -125,6 +125,11 @@ class Drafting:
         """
         if self._config is None:
             return
+        has_no_drafts = not (made.num_asked or made.num_drafts or self.is_drafting)
+        if self._costs is not None and has_no_drafts and all(row.draft_record is None for row in made.rows):
+            # all requests have begun while reading was not paid for: there is nothing else to find out
+            self._costs.note_reading(times.last_step_s, output.draft_s)
+            return
         drafts: Sequence[list[int]] = [[]] * len(rows)
         if output.drafts is not None:
             counts = (output.drafts != NO_DRAFT).sum(axis=1).tolist()
