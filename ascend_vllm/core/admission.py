@@ -181,7 +181,8 @@ class Admission:
         self._waiting.remove(request)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
-            self._drafting.begin(request)
+            if self._drafting.max_drafts:
+                self._drafting.begin(request)
         # cached tokens do not count as computed prompt tokens
         row.num_counted_prompt_tokens = max(row.num_counted_prompt_tokens, row.num_computed_tokens)
         request.transition(RequestStatus.RUNNING)

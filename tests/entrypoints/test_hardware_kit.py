@@ -54,14 +54,17 @@ def test_a_fault_ends_one_case() -> None:
     assert lines[0] == "[1/2] faults: what goes wrong" and "    ok       works" in lines
 
 
-def test_variables_of_a_step_and_its_temporary_files() -> None:
+def test_variables_of_a_step_and_its_temporary_files(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables are those of its processes, and what is left in their temporary directory is removed."""
+    # a place of its own, since other tests make and remove directories in the common one
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     step = Step("places", "tests.entrypoints.kit_places", "", 30, needs_device=False, variables={"INFER_MODE": "x"})
     report, _, _ = run_kit(step)
     (row,) = report.rows
     assert (row.status, row.facts["mode"]) == ("ok", "x")
     assert row.numbers["left"] == 1
-    assert not list(pathlib.Path(tempfile.gettempdir()).rglob("left-by-the-kit.txt"))
+    assert not list(tmp_path.rglob("left-by-the-kit.txt"))
 
 
 def test_a_step_that_has_taken_its_time_leaves_the_rest() -> None:
