@@ -127,7 +127,8 @@ class Drafting:
             return
         has_no_drafts = not (made.num_asked or made.num_drafts or self.is_drafting)
         if self._costs is not None and has_no_drafts and all(row.draft_record is None for row in made.rows):
-            # all requests have begun while reading was not paid for: there is nothing else to find out
+            # all requests have begun while reading was not paid for: there is nothing else to find out. The loop ends
+            # at the first of the others, and spares what comes below
             self._costs.note_reading(times.last_step_s, output.draft_s)
             return
         drafts: Sequence[list[int]] = [[]] * len(rows)

@@ -232,7 +232,8 @@ class InputBatch:
         if self._decode_inputs is not None and self.num_drafts is None and len(slots) == num_scheduled.sum():
             max_seq_len = self._decode_inputs.gather(slots)
             if max_seq_len > 0:
-                return self._decoding_batch(self._decode_inputs, slots, num_scheduled, max_seq_len)
+                inputs, starts = self._decode_inputs, self._starts_of_one_each
+                return self._gathered_batch(inputs, slots, num_scheduled, max_seq_len, starts)
         computed, known = self._lengths.take(slots, axis=1)
         if self.num_drafts is not None:
             drafts = self.num_drafts[slots]
@@ -275,22 +276,28 @@ class InputBatch:
             row_state=self.row_state,
         )
 
-    def _decoding_batch(
-        self, inputs: DecodeInputs, slots: Int64Array, num_scheduled: Int64Array, max_seq_len: int
+    def _gathered_batch(
+        self,
+        inputs: DecodeInputs,
+        slots: Int64Array,
+        num_scheduled: Int64Array,
+        max_seq_len: int,
+        query_start: Int32Array,
+        num_places: Int64Array | None = None,
     ) -> HostBatch:
-        """The batch of rows that compute their last tokens, whose inputs have been gathered."""
-        num_rows = len(slots)
+        """The batch of rows that sample at each token that they compute, whose inputs have been gathered."""
+        num_rows, num_tokens = len(slots), int(query_start[len(slots)])
         return HostBatch(
-            input_ids=inputs.input_ids[:num_rows],
-            positions=inputs.positions[:num_rows],
-            slot_mapping=inputs.slot_mapping[:num_rows],
-            query_start=self._starts_of_one_each[: num_rows + 1],
+            input_ids=inputs.input_ids[:num_tokens],
+            positions=inputs.positions[:num_tokens],
+            slot_mapping=inputs.slot_mapping[:num_tokens],
+            query_start=query_start[: num_rows + 1],
             seq_lens=inputs.seq_lens[:num_rows],
             block_table=inputs.block_table[:num_rows, : -(-max_seq_len // self.block_size)],
-            logits_indices=self._every_token[:num_rows],
+            logits_indices=self._every_token[:num_tokens],
             sampling_slots=slots,
-            num_places=None,
-            max_query_len=1,
+            num_places=num_places,
+            max_query_len=1 if num_places is None else int(num_places.max()),
             max_seq_len=max_seq_len,
             row_values=None if self.row_state.is_empty else self.row_state.gather(slots, num_scheduled),
             row_state=self.row_state,
@@ -305,28 +312,16 @@ class InputBatch:
         num_scheduled: Int64Array,
     ) -> HostBatch | None:
         """The batch of rows that compute their last tokens and drafts; None: some compute others, or it cannot."""
-        inputs, num_rows, num_tokens = self._decode_inputs, len(slots), int(num_scheduled.sum())
-        if inputs is None or num_tokens > len(inputs.input_ids):
+        inputs = self._decode_inputs
+        if inputs is None or num_scheduled.sum() > len(inputs.input_ids):
             return None
         if not ((known - computed == 1) & (num_scheduled - drafts == 1)).all():
             return None
         max_seq_len = inputs.gather_several(slots, computed, num_scheduled)
         if max_seq_len == 0:
             return None
-        return HostBatch(
-            input_ids=inputs.input_ids[:num_tokens],
-            positions=inputs.positions[:num_tokens],
-            slot_mapping=inputs.slot_mapping[:num_tokens],
-            query_start=inputs.query_start[: num_rows + 1],
-            seq_lens=inputs.seq_lens[:num_rows],
-            block_table=inputs.block_table[:num_rows, : -(-max_seq_len // self.block_size)],
-            logits_indices=self._every_token[:num_tokens],
-            sampling_slots=slots,
-            num_places=num_scheduled,
-            max_query_len=int(num_scheduled.max()),
-            max_seq_len=max_seq_len,
-            row_values=None if self.row_state.is_empty else self.row_state.gather(slots, num_scheduled),
-            row_state=self.row_state,
+        return self._gathered_batch(
+            inputs, slots, num_scheduled, max_seq_len, inputs.query_start, num_places=num_scheduled
         )
 
     def advance(self, slots: Int64Array, num_scheduled: Int64Array) -> None:
