@@ -32,10 +32,10 @@ class Moody(DraftCosts):
         assert step.num_accepted <= step.num_drafts
         assert min(step.seconds, step.draft_s, token_s) >= 0
 
-    def takes_request(self) -> bool:
+    def takes_request(self, num_rows: int) -> bool:
         return True
 
-    def advance(self, num_asked: int) -> None:
+    def advance(self, num_rows: int, num_asked: int) -> None:
         self.decides = self._random.random() < 0.4
         if not self._drafts_now:
             self.num_wanted = self._random.choice([0, self._max_drafts])

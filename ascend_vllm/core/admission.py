@@ -182,7 +182,8 @@ class Admission:
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
             if self._drafting.max_drafts:
-                self._drafting.begin(request)
+                num_rows = min(len(self._rows.running) + len(self._waiting) + 1, self._config.max_num_seqs)
+                self._drafting.begin(request, num_rows)
         # cached tokens do not count as computed prompt tokens
         row.num_counted_prompt_tokens = max(row.num_counted_prompt_tokens, row.num_computed_tokens)
         request.transition(RequestStatus.RUNNING)

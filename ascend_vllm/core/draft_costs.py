@@ -15,6 +15,7 @@ are plain. What reading costs is booked apart (core/draft_reading.py).
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import math
@@ -131,7 +132,7 @@ def _key(num_tokens: int) -> int:
 
 @dataclasses.dataclass(slots=True)
 class DecodingStep:
-    """A step in which all rows decode, and its outputs.
+    """A step and its outputs.
 
     Attributes:
         num_rows: its rows, 1 or more.
@@ -150,6 +151,23 @@ class DecodingStep:
     was_drafting: bool
     seconds: float
     draft_s: float
+
+
+@dataclasses.dataclass(slots=True)
+class _Account:
+    """What drafts cost and gain in steps of about so many rows.
+
+    Attributes:
+        earned_s: what steps with drafts may lose; None: plain steps have not been measured yet.
+        gained_s: that drafts saved since reading was booked; below 0: lost.
+        doubted_s: of plain steps before they were measured again since drafts had cost too much; 0: they were not.
+        reading: what reading may cost.
+    """
+
+    earned_s: float | None = None
+    gained_s: float = 0.0
+    doubted_s: float = 0.0
+    reading: ReadingBudget = dataclasses.field(default_factory=ReadingBudget)
 
 
 class _Mode(enum.Enum):
@@ -193,13 +211,11 @@ class DraftCosts:
         self._token_s = 0.0
         # of plain steps, and of proposing a draft, with as many rows as the last step had; 0: unknown
         self._plain_s = self._propose_s = 0.0
-        # of plain steps before they were measured again since drafts had cost too much; 0: they were not
-        self._doubted_s = 0.0
-        # None: plain steps have not been measured yet
-        self._earned_s: float | None = None
-        self._reading = ReadingBudget()
-        # that drafts saved since reading was booked; below 0: lost
-        self._gained_s = 0.0
+        # by octaves of the number of rows: drafts that pay for one row do not make up for those of a full batch, and
+        # what these have lost does not stop the others
+        self._accounts: dict[int, _Account] = collections.defaultdict(_Account)
+        # of the last step's number of rows
+        self._account = self._accounts[0]
 
     @property
     def is_drafting(self) -> bool:
@@ -209,24 +225,31 @@ class DraftCosts:
     @property
     def _num_to_watch(self) -> int:
         """Drafts that a plain step asks for: none while their cost is not earned."""
-        if self._earned_s is None or self._earned_s < _LEAST_EARNED * self._plain_s:
+        earned_s = self._account.earned_s
+        if earned_s is None or earned_s < _LEAST_EARNED * self._plain_s:
             return 0
         is_cheap = self._max_drafts * self._propose_s < _CHEAP_SHARE * self._plain_s
         return self._max_drafts if is_cheap else 1
 
-    def takes_request(self) -> bool:
-        """Whether a request that begins may have drafts, as far as reading for them is paid for."""
-        return self._reading.takes_another()
+    def takes_request(self, num_rows: int) -> bool:
+        """Whether a request that begins may have drafts, as far as reading for them is paid for.
 
-    def note_reading(self, seconds: float, read_s: float) -> None:
+        Args:
+            num_rows: rows that will run beside it, and it.
+        """
+        return self._accounts[num_rows.bit_length()].reading.takes_another()
+
+    def note_reading(self, num_rows: int, seconds: float, read_s: float) -> None:
         """Books a step, after `note` if that is called for it.
 
         Args:
+            num_rows: its rows.
             seconds: that it took.
             read_s: of these, what was spent on tokens that are read for later drafts.
         """
-        gained_s, self._gained_s = self._gained_s, 0.0
-        self._reading.add(seconds, gained_s - read_s)
+        account = self._accounts[num_rows.bit_length()]
+        account.reading.add(seconds, account.gained_s - read_s)
+        account.gained_s = 0.0
 
     def note_request(self) -> None:
         """A request has begun: its drafts are watched soon."""
@@ -234,12 +257,14 @@ class DraftCosts:
         if self._mode is _Mode.PLAIN:
             self._steps_left = min(self._steps_left, self._watch_steps)
 
-    def advance(self, num_asked: int) -> None:
+    def advance(self, num_rows: int, num_asked: int) -> None:
         """Goes on by a step; afterwards `decides` says what is to be done.
 
         Args:
+            num_rows: its rows.
             num_asked: most drafts of each row that came with its outputs.
         """
+        self._account = self._accounts[num_rows.bit_length()]
         self._num_steps += 1
         self._steps_left -= 1
         is_due = self._steps_left <= 0
@@ -275,19 +300,37 @@ class DraftCosts:
         self._plain_s = plain_s
         if plain_s == 0:
             return
-        most = _MOST_SHARED * plain_s
-        earned = most if self._earned_s is None else self._earned_s
-        if earned < most:
-            earned = min(earned + _LOST_SHARE * seconds, most)
-        gained = 0.0
+        gained_s = 0.0
         if step.was_drafting:
             # a step that took very long had another reason
-            gained = -min(seconds - (1 + step.num_accepted / num_rows) * plain_s, most)
+            gained_s = -min(seconds - (1 + step.num_accepted / num_rows) * plain_s, _MOST_SHARED * plain_s)
         elif step.num_asked:
-            gained = -step.draft_s
-        earned += gained
-        self._gained_s += gained
-        self._earned_s = min(earned, _MOST_GAINED * plain_s)
+            gained_s = -step.draft_s
+        self._book(plain_s, seconds, gained_s)
+
+    def note_beside_prompts(self, step: DecodingStep) -> None:
+        """Books a step that computed prompts, too: what its drafts cost follows from steps without prompts.
+
+        Args:
+            step: whose rows are those that decode and the prompts.
+        """
+        num_rows = step.num_rows
+        plain_s = self._plain.at(num_rows)
+        if plain_s == 0 or not (step.num_drafts or step.num_asked):
+            return
+        verifying_s = self._drafted.at(num_rows + step.num_drafts) - plain_s if step.num_drafts else 0.0
+        gained_s = step.num_accepted / num_rows * plain_s - max(0.0, verifying_s) - step.draft_s
+        self._book(plain_s, step.seconds, gained_s)
+
+    def _book(self, plain_s: float, seconds: float, gained_s: float) -> None:
+        """Books a step whose drafts saved so much; below 0: lost."""
+        account, most = self._account, _MOST_SHARED * plain_s
+        earned = most if account.earned_s is None else account.earned_s
+        if earned < most:
+            earned = min(earned + _LOST_SHARE * seconds, most)
+        earned += gained_s
+        account.gained_s += gained_s
+        account.earned_s = min(earned, _MOST_GAINED * plain_s)
         if self.is_drafting and earned < (0 if self._num_drafting_steps > _GRACE_STEPS else -most):
             self.decides = True
 
@@ -296,11 +339,11 @@ class DraftCosts:
 
         Args:
             chances: [R] of each row, how likely a draft is right if those before it are.
-            shares: [R] in how many of its steps the row has drafts at all.
+            shares: [R] in how many of its steps the row has drafts at all; 0: it may have none.
         """
         self.decides = False
         num_rows = len(chances)
-        if num_rows == 0:
+        if not shares.any():
             # no row that is left may have drafts
             self._pays = False
             self._enter(_Mode.PLAIN, _MOST_WATCH_STEPS, 0)
@@ -310,13 +353,14 @@ class DraftCosts:
             self._enter(_Mode.MEASURING, _PLAIN_STEPS, 0)
             return
         plain_s = self._plain.at(num_rows)
-        if 0 < _MOST_SAME * self._doubted_s < plain_s:
+        account = self._account
+        if 0 < _MOST_SAME * account.doubted_s < plain_s:
             # plain steps have become slower, too
-            self._earned_s = _LEAST_EARNED * plain_s
-        self._doubted_s = 0.0
-        if self._earned_s is None or self._earned_s < 0:
+            account.earned_s = _LEAST_EARNED * plain_s
+        account.doubted_s = 0.0
+        if account.earned_s is None or account.earned_s < 0:
             if self._pays:
-                self._pays, self._doubted_s = False, plain_s
+                self._pays, account.doubted_s = False, plain_s
                 self._plain.forget()
                 self._enter(_Mode.MEASURING, _PLAIN_STEPS, 0)
             else:
@@ -389,7 +433,7 @@ class DraftCosts:
         is_below = np.array(xs)[above] > np.where(num_tokens > _EXACT_TOKENS, _GROUP, 1.0) * np.rint(num_tokens)
         least = seconds[np.maximum(above - is_below, 0)] + proposing
         lost = most - plain_s * (num_rows + gains) / num_rows
-        is_covered = (lost <= (self._earned_s or 0.0)) | (num_tokens == num_rows)
+        is_covered = (lost <= (self._account.earned_s or 0.0)) | (num_tokens == num_rows)
         rates: FloatArray = (num_rows + gains) / least * is_covered
         return rates
 

@@ -83,11 +83,16 @@ class Drafting:
             request.draft_record = DraftRecord(share=self._record.share)
             self._set_drafts(request, [])
 
-    def begin(self, request: Request) -> None:
-        """Decides whether a request that gets its first slot may have drafts indeed: reading for them costs time."""
+    def begin(self, request: Request, num_rows: int) -> None:
+        """Decides whether a request that gets its first slot may have drafts indeed: reading for them costs time.
+
+        Args:
+            request: which is about to run.
+            num_rows: rows that will run beside it, and it.
+        """
         if self._costs is None or request.draft_record is None:
             return
-        if self._reads and not self._costs.takes_request():
+        if self._reads and not self._costs.takes_request(num_rows):
             request.drafts_up_to, request.draft_record = 0, None
             self._set_drafts(request, [])
             return
@@ -129,7 +134,7 @@ class Drafting:
         if self._costs is not None and has_no_drafts and all(row.draft_record is None for row in made.rows):
             # all requests have begun while reading was not paid for: there is nothing else to find out. The loop ends
             # at the first of the others, and spares what comes below
-            self._costs.note_reading(times.last_step_s, output.draft_s)
+            self._costs.note_reading(len(made.rows), times.last_step_s, output.draft_s)
             return
         drafts: Sequence[list[int]] = [[]] * len(rows)
         if output.drafts is not None:
@@ -150,14 +155,13 @@ class Drafting:
     ) -> None:
         """Adds what the step and reading in it took, and how many of its drafts were right."""
         num_accepted, self._num_accepted = self._num_accepted, 0
-        costs.advance(made.num_asked)
+        num_rows = len(made.rows)
+        costs.advance(num_rows, made.num_asked)
         was_drafting = made.was_drafting or made.num_drafts > 0
-        read_s = output.draft_s
-        if made.rows and not (made.num_chunk_tokens or made.num_prompt_tokens):
-            if was_drafting or made.num_asked:
-                read_s = output.read_s
+        read_s = output.read_s if was_drafting or made.num_asked else output.draft_s
+        if made.rows:
             step = DecodingStep(
-                num_rows=len(made.rows),
+                num_rows=num_rows,
                 num_drafts=made.num_drafts,
                 num_accepted=num_accepted,
                 num_asked=made.num_asked,
@@ -165,8 +169,11 @@ class Drafting:
                 seconds=max(0.0, times.since_last_s - read_s),
                 draft_s=output.draft_s - read_s,
             )
-            costs.note(step, times.token_s)
-        costs.note_reading(times.last_step_s, read_s)
+            if made.num_chunk_tokens or made.num_prompt_tokens:
+                costs.note_beside_prompts(step)
+            else:
+                costs.note(step, times.token_s)
+        costs.note_reading(num_rows, times.last_step_s, read_s)
 
     def _choose(
         self, costs: DraftCosts, rows: Sequence[Request], drafts: Sequence[list[int]], *, was_asked: bool
@@ -175,18 +182,16 @@ class Drafting:
 
         Those of rows that get none of theirs are watched.
         """
-        found = [
-            (index, row, row.draft_record)
-            for index, row in enumerate(rows)
-            if row.draft_record is not None and not row.is_finished
-        ]
+        found = [(index, row, row.draft_record) for index, row in enumerate(rows) if not row.is_finished]
         if was_asked:
             for index, row, record in found:
+                if record is None:
+                    continue
                 self._look_at_watched(row, record)
                 record.note_share(has_drafts=bool(drafts[index]))
                 self._record.note_share(has_drafts=bool(drafts[index]), kept=_KEPT_OF_ALL)
         chances, shares = self._estimates([record for _, _, record in found])
-        if costs.decides and not all(row.is_finished for row in rows):
+        if costs.decides and found:
             costs.decide(chances, shares)
         # if the next step has been made already, it computes the token that the first draft is of
         usable = [0 if row.num_pending_tokens else len(drafts[index]) for index, row, _ in found]
@@ -196,7 +201,7 @@ class Drafting:
         kept: list[list[int]] = [[]] * len(rows)
         for (index, row, record), count in zip(found, chosen, strict=True):
             kept[index] = drafts[index][:count]
-            if count == 0:
+            if count == 0 and record is not None:
                 record.watched, record.watched_at = drafts[index], row.num_tokens
         return kept
 
@@ -215,9 +220,13 @@ class Drafting:
         record.note(num_right, is_wrong=is_wrong)
         self._record.note(num_right, is_wrong=is_wrong, kept=_KEPT_OF_ALL)
 
-    def _estimates(self, records: Sequence[DraftRecord]) -> tuple[FloatArray, FloatArray]:
-        """[R] how likely a row's draft is right if those before it are, and the share of its steps with drafts."""
-        right, wrong, shares = np.array([(one.right, one.wrong, one.share) for one in records]).reshape(-1, 3).T
+    def _estimates(self, records: Sequence[DraftRecord | None]) -> tuple[FloatArray, FloatArray]:
+        """[R] how likely a row's draft is right if those before it are, and the share of its steps with drafts.
+
+        The share is 0 for rows that may have none.
+        """
+        known = [(0.0, 0.0, 0.0) if one is None else (one.right, one.wrong, one.share) for one in records]
+        right, wrong, shares = np.array(known).reshape(-1, 3).T
         of_all = self._record.right / (self._record.right + self._record.wrong)
         chances = (right + _WEIGHT_OF_ALL * of_all) / (right + wrong + _WEIGHT_OF_ALL)
         return np.maximum(chances, _LEAST_CHANCE), shares

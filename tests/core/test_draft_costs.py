@@ -89,7 +89,7 @@ class Traffic:
         self.seconds += seconds
         self.plain_s += machine.step_s(num_rows) * (1 + self.noise / 2) * (num_rows + num_accepted) / num_rows
         self.num_drafting += was_drafting
-        costs.advance(num_asked)
+        costs.advance(num_rows, num_asked)
         costs.note(
             DecodingStep(num_rows, num_drafts, num_accepted, num_asked, was_drafting, seconds, draft_s),
             2 * machine.token_s,
@@ -208,7 +208,7 @@ def test_no_other_choice_yields_more(rows_: list[tuple[float, int]], growths: li
     times = np.cumsum([0.1, *growths])
     num_rows = len(rows_)
     costs = prepared(lambda num_tokens: float(times[num_tokens - num_rows]), num_rows)
-    costs._earned_s = 1000.0
+    costs._account.earned_s = 1000.0
     chances, counts = rows([chance for chance, _ in rows_]), np.array([count for _, count in rows_])
     found = costs.choose(chances, counts)
     assert (found <= counts).all()
@@ -354,3 +354,32 @@ def test_it_converges_to_the_best_and_never_costs_much(
         assert traffic.gain > 0.85 * best
     elif best < 0.95:
         assert traffic.num_drafting < 0.2 * 1256
+
+
+# ---- beside prompts --------------------------------------------------------------------------------------------
+
+
+def beside_prompts(num_accepted: int) -> DraftCosts:
+    """Two rows with four drafts each in steps with prompts, of which so many are right."""
+    costs = prepared(lambda num_tokens: 0.1 + 0.01 * num_tokens, 2)
+    costs._enter(costs._mode.DRAFTING, 1000, 4)
+    for _ in range(20):
+        costs.advance(2, 4)
+        if costs.decides:
+            break
+        costs.note_beside_prompts(DecodingStep(2, 8, num_accepted, 4, True, 0.5, 0.01))
+    return costs
+
+
+def test_wrong_drafts_end_in_steps_with_prompts_too() -> None:
+    costs = beside_prompts(0)
+    assert costs.decides
+    costs.decide(rows([0.9, 0.9]), rows([1.0, 1.0]))
+    assert not costs.is_drafting
+
+
+def test_right_drafts_go_on_in_steps_with_prompts() -> None:
+    # eight drafts cost 0.09 seconds, and save 0.48
+    assert not beside_prompts(8).decides
+    # one saves 0.06
+    assert beside_prompts(1).decides

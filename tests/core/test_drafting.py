@@ -139,9 +139,9 @@ def test_where_nothing_is_measured_all_rows_have_drafts(changes: dict[str, Any])
     assert late.drafts == ([] if "disable_by_batch_size" in changes else [5, 6])
 
 
-def enrolled_and_begun(drafting: Drafting) -> Request:
+def enrolled_and_begun(drafting: Drafting, num_rows: int = 1) -> Request:
     request = enrolled(drafting)
-    drafting.begin(request)
+    drafting.begin(request, num_rows)
     return request
 
 
@@ -168,6 +168,18 @@ def test_requests_have_no_drafts_while_reading_is_not_paid_for(method: Speculati
     assert enrolled_and_begun(drafting).drafts_up_to > 0
 
 
+def test_what_full_batches_lose_by_reading_does_not_stop_the_drafts_of_single_requests() -> None:
+    drafting = make(SpeculativeMethod.EAGLE)
+    first = enrolled_and_begun(drafting)
+    times = ChunkSizeController(None, 1)
+    times.note(1.0, 1.1, 0, 0)
+    none = np.zeros((0, 1), np.int64)
+    made = StepInFlight(list(range(32)), [first] * 32, 1.0, num_chunk_tokens=5)
+    drafting.take(made, [], StepOutput(0, none[:, 0].astype(np.int32), none, draft_s=0.1, read_s=0.1), times)
+    assert enrolled_and_begun(drafting, num_rows=33).drafts_up_to == 0
+    assert enrolled_and_begun(drafting).drafts_up_to > 0
+
+
 def test_n_grams_cost_no_reading() -> None:
     drafting = make()
     assert all(enrolled_and_begun(drafting).drafts_up_to for _ in range(40))
@@ -182,6 +194,20 @@ def test_rows_that_never_draft_end_drafting(monkeypatch: pytest.MonkeyPatch) -> 
     plain.draft_record = None
     step(drafting, [plain], [[]])
     assert not drafting.is_drafting
+
+
+def test_rows_that_never_draft_count_in_what_a_step_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafting = make(SpeculativeMethod.EAGLE)
+    costs = drafting._costs
+    assert costs is not None
+    seen: list[tuple[int, list[float]]] = []
+    monkeypatch.setattr(costs, "decide", lambda chances, shares: seen.append((len(chances), shares.tolist())))
+    costs._enter(costs._mode.MEASURING, 1, 0)
+    drafted, *plain = (enrolled(drafting) for _ in range(3))
+    for row in plain:
+        row.draft_record = None
+    step(drafting, [plain[0], drafted, plain[1]], [[], [], []])
+    assert seen == [(3, [0.0, 1.0, 0.0])]
 
 
 def test_without_speculation_nothing_is_asked_for() -> None:
