@@ -256,7 +256,7 @@ class Comparison:
         args = self._args
         # vLLM returns token ids in the same fields
         url = running["peer"].url
-        count = args.num_prompts if row.concurrency == 1 else row.concurrency
+        count = args.num_prompts if row.concurrency == 1 else args.num_batches * row.concurrency
         return Subject(url, tokenizer, count, args.input_len, args.output_len, random.Random(seed))
 
     @staticmethod
@@ -281,7 +281,7 @@ class Comparison:
     def content(self) -> dict[str, Any]:
         """The result for JSON."""
         args = self._args
-        sizes = {name: getattr(args, name) for name in ("num_prompts", "input_len", "output_len")}
+        sizes = {name: getattr(args, name) for name in ("num_prompts", "num_batches", "input_len", "output_len")}
         return {
             **report.heading("speculation", "compare_speculation.py", args, self._machine),
             "rounds": args.rounds,
@@ -324,6 +324,12 @@ def _parse_args() -> argparse.Namespace:
     add("--tcmalloc", help="path of libtcmalloc for vLLM; default: where systems have it")
     add("--num-speculative-tokens", type=int, default=4, help="most drafts of a row (default: %(default)s)")
     add("--num-prompts", type=int, default=2, help="of a reading, one at a time (default: %(default)s)")
+    add(
+        "--num-batches",
+        type=int,
+        default=1,
+        help=f"{_MANY} prompts each, of a reading with {_MANY} at once (default: %(default)s)",
+    )
     add("--input-len", type=int, default=128, help="tokens of a prompt of the rows ngram (default: %(default)s)")
     add("--output-len", type=int, default=256, help="most tokens of an answer (default: %(default)s)")
     add("--dtype", default="bfloat16", help="(default: %(default)s)")
@@ -339,7 +345,7 @@ def _parse_args() -> argparse.Namespace:
     if not chosen:
         parser.error("name at least one model: --model, or --target with --draft-model or --head")
     args.rows = chosen
-    for name in ("rounds", "num_speculative_tokens", "num_prompts", "output_len"):
+    for name in ("rounds", "num_speculative_tokens", "num_prompts", "num_batches", "output_len"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if args.input_len <= _BEGINNING:

@@ -32,10 +32,12 @@ class Moody(DraftCosts):
         assert step.num_accepted <= step.num_drafts
         assert min(step.seconds, step.draft_s, token_s) >= 0
 
-    def takes_request(self, num_rows: int) -> bool:
+    def takes_request(self, num_rows: int, num_tokens: int) -> bool:
+        assert min(num_rows, num_tokens) >= 1
         return True
 
     def advance(self, num_rows: int, num_asked: int) -> None:
+        assert num_rows >= 0
         self.decides = self._random.random() < 0.4
         if not self._drafts_now:
             self.num_wanted = self._random.choice([0, self._max_drafts])

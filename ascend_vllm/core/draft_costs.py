@@ -231,13 +231,14 @@ class DraftCosts:
         is_cheap = self._max_drafts * self._propose_s < _CHEAP_SHARE * self._plain_s
         return self._max_drafts if is_cheap else 1
 
-    def takes_request(self, num_rows: int) -> bool:
+    def takes_request(self, num_rows: int, num_tokens: int) -> bool:
         """Whether a request that begins may have drafts, as far as reading for them is paid for.
 
         Args:
             num_rows: rows that will run beside it, and it.
+            num_tokens: that it has.
         """
-        return self._accounts[num_rows.bit_length()].reading.takes_another()
+        return self._accounts[num_rows.bit_length()].reading.takes_another(num_tokens)
 
     def note_reading(self, num_rows: int, seconds: float, read_s: float) -> None:
         """Books a step, after `note` if that is called for it.

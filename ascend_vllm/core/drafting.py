@@ -92,7 +92,7 @@ class Drafting:
         """
         if self._costs is None or request.draft_record is None:
             return
-        if self._reads and not self._costs.takes_request(num_rows):
+        if self._reads and not self._costs.takes_request(num_rows, request.num_tokens):
             request.drafts_up_to, request.draft_record = 0, None
             self._set_drafts(request, [])
             return
