@@ -6,7 +6,8 @@ import random
 
 import numpy as np
 
-from ascend_vllm.core.draft_costs import DecodingStep, DraftCosts, FloatArray, IntArray
+from ascend_vllm.core.draft_costs import DecodingStep, DraftCosts
+from ascend_vllm.core.step_costs import FloatArray, IntArray
 
 
 class Moody(DraftCosts):

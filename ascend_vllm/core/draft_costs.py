@@ -18,15 +18,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-import math
 
 import numpy as np
-import numpy.typing as npt
 
 from ascend_vllm.core.draft_reading import ReadingBudget
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
+from ascend_vllm.core.step_costs import EXACT_TOKENS, GROUP, FloatArray, IntArray, ProposingCosts, StepCosts
 
 # share of all time that drafts may cost in vain
 _LOST_SHARE = 0.02
@@ -47,87 +43,8 @@ _DRAFTING_FOR_EACH, _MOST_DRAFTING = 16, 256
 _DECISION_STEPS = 8
 # most plain steps after which it is looked again whether drafts would be right
 _MOST_WATCH_STEPS = 64
-# weight of a new measurement that is above, or below, the ones before; most of it that counts
-_UP_WEIGHT, _DOWN_WEIGHT, _MOST_GROWTH = 0.15, 0.3, 2.0
-# of so many first ones the least counts
-_FIRST_NOTES = 4
-# numbers of tokens up to here are measured one by one, larger ones in fourths of an octave
-_EXACT_TOKENS, _GROUP = 16, 2**0.25
-# steps after which a cost is forgotten: so many for each that was noted, and at most
-_KEPT_FOR_EACH, _MOST_KEPT = 100, 4000
 # share of a plain step that proposing may take for all drafts to be watched, not only the first one
 _CHEAP_SHARE = 0.25
-
-
-@dataclasses.dataclass(slots=True)
-class _Cost:
-    """What steps of about so many tokens cost."""
-
-    num_tokens: float
-    seconds: float
-    count: int
-    noted_at: int
-
-    def is_old(self, now: int) -> bool:
-        return now - self.noted_at > min(_KEPT_FOR_EACH * self.count, _MOST_KEPT)
-
-
-class StepCosts:
-    """Seconds of steps by their number of tokens: moving averages, the old ones of which are forgotten.
-
-    Example::
-
-        costs = StepCosts()
-        costs.note(8, 0.02, now=1)
-        costs.count(8, now=20)  # 1
-    """
-
-    def __init__(self) -> None:
-        self._costs: dict[int, _Cost] = {}
-
-    def note(self, num_tokens: int, seconds: float, now: int) -> None:
-        """Adds a step; `now` counts all steps."""
-        key = _key(num_tokens)
-        cost = self._costs.get(key)
-        if cost is None or cost.is_old(now):
-            self._costs[key] = _Cost(num_tokens, seconds, 1, now)
-            return
-        seconds = min(seconds, _MOST_GROWTH * cost.seconds)
-        weight = _UP_WEIGHT if seconds > cost.seconds else _DOWN_WEIGHT
-        if cost.count < _FIRST_NOTES and seconds < cost.seconds:
-            # the first steps of a size may have to prepare something
-            weight = 1.0
-        cost.seconds += weight * (seconds - cost.seconds)
-        cost.num_tokens += weight * (num_tokens - cost.num_tokens)
-        cost.count, cost.noted_at = cost.count + 1, now
-
-    def forget(self) -> None:
-        """Forgets all that was noted."""
-        self._costs.clear()
-
-    def count(self, num_tokens: int, now: int) -> int:
-        """How many steps of about so many tokens have been noted; 0: none lately."""
-        cost = self._costs.get(_key(num_tokens))
-        return 0 if cost is None or cost.is_old(now) else cost.count
-
-    def points(self, now: int) -> list[tuple[float, float]]:
-        """Numbers of tokens, ascending, and the seconds of such steps, without those that are forgotten."""
-        return sorted((cost.num_tokens, cost.seconds) for cost in self._costs.values() if not cost.is_old(now))
-
-    def at(self, num_tokens: int) -> float:
-        """Seconds of a step, on the line between the nearest ones that were ever noted; 0: none was."""
-        if (known := self._costs.get(_key(num_tokens))) is not None:
-            return known.seconds
-        if not self._costs:
-            return 0.0
-        xs, ys = zip(*sorted((cost.num_tokens, cost.seconds) for cost in self._costs.values()), strict=True)
-        return float(np.interp(num_tokens, xs, ys))
-
-
-def _key(num_tokens: int) -> int:
-    if num_tokens <= _EXACT_TOKENS:
-        return num_tokens
-    return _EXACT_TOKENS + round(4 * math.log2(num_tokens / _EXACT_TOKENS))
 
 
 @dataclasses.dataclass(slots=True)
@@ -205,11 +122,10 @@ class DraftCosts:
         self._was_plain = False
         # seconds of the last step, if it was plain and made ahead
         self._last_plain_s: float | None = None
-        # seconds for each draft of all rows, by number of rows
-        self._proposing = StepCosts()
+        self._proposing = ProposingCosts(max_drafts)
         # seconds of another token in a step, as far as prompts tell; 0: they have not
         self._token_s = 0.0
-        # of plain steps, and of proposing a draft, with as many rows as the last step had; 0: unknown
+        # of plain steps, and of proposing most drafts, with as many rows as the last step had; 0: unknown
         self._plain_s = self._propose_s = 0.0
         # by octaves of the number of rows: drafts that pay for one row do not make up for those of a full batch, and
         # what these have lost does not stop the others
@@ -228,7 +144,7 @@ class DraftCosts:
         earned_s = self._account.earned_s
         if earned_s is None or earned_s < _LEAST_EARNED * self._plain_s:
             return 0
-        is_cheap = self._max_drafts * self._propose_s < _CHEAP_SHARE * self._plain_s
+        is_cheap = self._propose_s < _CHEAP_SHARE * self._plain_s
         return self._max_drafts if is_cheap else 1
 
     def takes_request(self, num_rows: int, num_tokens: int) -> bool:
@@ -296,9 +212,9 @@ class DraftCosts:
         self._last_plain_s = max(0.0, seconds - step.draft_s) if is_ahead else None
         self._was_plain = not step.was_drafting
         if step.num_asked:
-            self._proposing.note(num_rows, step.draft_s / step.num_asked, now)
-        plain_s, self._propose_s = self._plain.at(num_rows), self._proposing.at(num_rows)
-        self._plain_s = plain_s
+            self._proposing.note(num_rows, step.num_asked, step.draft_s, now)
+        self._propose_s = float(self._proposing.at(num_rows, np.array([self._max_drafts]))[0])
+        plain_s = self._plain_s = self._plain.at(num_rows)
         if plain_s == 0:
             return
         gained_s = 0.0
@@ -392,7 +308,7 @@ class DraftCosts:
         # from no draft to all of them
         num_drafts = int(counts.sum())
         gains = np.append(0.0, gains[:num_drafts])
-        proposing = np.full(num_drafts + 1, self.num_wanted * self._proposing.at(num_rows))
+        proposing = self._proposing.at(num_rows, np.full(num_drafts + 1, self.num_wanted))
         rates = self._rates(num_rows, num_rows + np.arange(num_drafts + 1), gains, proposing)
         return np.bincount(order[: int(np.argmax(rates))] % num_rows, minlength=num_rows)
 
@@ -403,7 +319,7 @@ class DraftCosts:
         order, gains = _likeliest_first(likely)
         num_tokens = num_rows + np.cumsum(shares[order % num_rows])
         depths = np.maximum.accumulate(order // num_rows + 1)
-        rates = self._rates(num_rows, num_tokens, gains, depths * self._proposing.at(num_rows))
+        rates = self._rates(num_rows, num_tokens, gains, self._proposing.at(num_rows, depths))
         best = int(np.argmax(rates))
         return float(rates[best]) * self._plain.at(num_rows) / num_rows, int(depths[best])
 
@@ -431,7 +347,7 @@ class DraftCosts:
         above[beyond] -= 1
         most = seconds[above] + (self._token_s or plain_s / num_rows) * beyond * (num_tokens - xs[-1]) + proposing
         # sizes of one group are one
-        is_below = np.array(xs)[above] > np.where(num_tokens > _EXACT_TOKENS, _GROUP, 1.0) * np.rint(num_tokens)
+        is_below = np.array(xs)[above] > np.where(num_tokens > EXACT_TOKENS, GROUP, 1.0) * np.rint(num_tokens)
         least = seconds[np.maximum(above - is_below, 0)] + proposing
         lost = most - plain_s * (num_rows + gains) / num_rows
         is_covered = (lost <= (self._account.earned_s or 0.0)) | (num_tokens == num_rows)

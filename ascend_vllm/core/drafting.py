@@ -16,11 +16,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from ascend_vllm.config.speculation import SpeculativeConfig, SpeculativeMethod
-from ascend_vllm.core.draft_costs import DecodingStep, DraftCosts, FloatArray
+from ascend_vllm.core.draft_costs import DecodingStep, DraftCosts
 from ascend_vllm.core.draft_record import DraftRecord
 from ascend_vllm.core.prompt_chunks import ChunkSizeController
 from ascend_vllm.core.request import Request
 from ascend_vllm.core.step_builder import StepInFlight
+from ascend_vllm.core.step_costs import FloatArray
 from ascend_vllm.types.messages import DraftStats
 from ascend_vllm.types.step import NO_DRAFT, SchedulerOutput, StepOutput
 

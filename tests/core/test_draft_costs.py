@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ascend_vllm.core.draft_costs import DecodingStep, DraftCosts, StepCosts
+from ascend_vllm.core.draft_costs import DecodingStep, DraftCosts
+from ascend_vllm.core.step_costs import ProposingCosts, StepCosts
 
 
 @dataclasses.dataclass
@@ -177,6 +178,19 @@ def test_old_costs_are_forgotten_the_sooner_the_fewer_there_were() -> None:
     assert costs.at(2) == 0.9
     costs.note(2, 0.1, now=102)
     assert costs.at(2) == 0.1
+
+
+def test_further_drafts_cost_less_than_the_first() -> None:
+    costs, depths = ProposingCosts(6), np.arange(1, 7)
+    assert costs.at(1, depths).tolist() == [0.0] * 6
+    costs.note(1, 2, 0.003, now=1)
+    # as far as one measurement tells
+    assert costs.at(1, depths) == pytest.approx([0.00225, 0.003, 0.0045, 0.006, 0.0075, 0.009])
+    costs.note(1, 4, 0.004, now=2)
+    assert costs.at(1, depths) == pytest.approx([0.00225, 0.003, 0.0035, 0.004, 0.005, 0.006])
+    # measured earlier, and dearer than more drafts are now
+    costs.note(1, 3, 0.008, now=3)
+    assert costs.at(1, depths) == pytest.approx([0.00225, 0.003, 0.004, 0.004, 0.005, 0.006])
 
 
 # ---- the choice of drafts --------------------------------------------------------------------------------------
