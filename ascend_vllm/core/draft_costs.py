@@ -28,7 +28,7 @@ from ascend_vllm.core.step_costs import EXACT_TOKENS, GROUP, FloatArray, IntArra
 _LOST_SHARE = 0.02
 # in plain steps: most that the share is saved up to, and that a step counts as lost; most that gains are saved up to;
 # and what must be there for drafts to be watched
-_MOST_SHARED, _MOST_GAINED, _LEAST_EARNED = 3.0, 10.0, 1.0
+_MOST_SHARED, _MOST_GAINED, _LEAST_EARNED = 3.0, 30.0, 1.0
 # steps with drafts after which losses count: the first one only proposes
 _GRACE_STEPS = 3
 # plain steps that take more than so many times what they took have become slower
@@ -43,6 +43,8 @@ _DRAFTING_FOR_EACH, _MOST_DRAFTING = 16, 256
 _DECISION_STEPS = 8
 # most plain steps after which it is looked again whether drafts would be right
 _MOST_WATCH_STEPS = 64
+# what is known of steps of a size is worked out again after each of the first ones
+_FEW_NOTES = 3
 # share of a plain step that proposing may take for all drafts to be watched, not only the first one
 _CHEAP_SHARE = 0.25
 
@@ -125,8 +127,11 @@ class DraftCosts:
         self._proposing = ProposingCosts(max_drafts)
         # seconds of another token in a step, as far as prompts tell; 0: they have not
         self._token_s = 0.0
-        # of plain steps, and of proposing most drafts, with as many rows as the last step had; 0: unknown
-        self._plain_s = self._propose_s = 0.0
+        # of the last step without prompts: its rows, and seconds of plain steps of as many; 0: unknown
+        self._num_rows, self._plain_s = 0, 0.0
+        # by rows and drafts of each: seconds of steps with 0, 1, … of them (`_times`); until it is decided again, or
+        # something new has been measured
+        self._known_times: dict[tuple[int, int], tuple[FloatArray, FloatArray]] = {}
         # by octaves of the number of rows: drafts that pay for one row do not make up for those of a full batch, and
         # what these have lost does not stop the others
         self._accounts: dict[int, _Account] = collections.defaultdict(_Account)
@@ -144,7 +149,8 @@ class DraftCosts:
         earned_s = self._account.earned_s
         if earned_s is None or earned_s < _LEAST_EARNED * self._plain_s:
             return 0
-        is_cheap = self._propose_s < _CHEAP_SHARE * self._plain_s
+        propose_s = float(self._proposing.at(self._num_rows, np.array([self._max_drafts]))[0])
+        is_cheap = propose_s < _CHEAP_SHARE * self._plain_s
         return self._max_drafts if is_cheap else 1
 
     def takes_request(self, num_rows: int, num_tokens: int) -> bool:
@@ -203,7 +209,10 @@ class DraftCosts:
         num_rows, seconds, now = step.num_rows, step.seconds, self._num_steps
         self._token_s = token_s
         if step.was_drafting:
-            self._drafted.note(num_rows + step.num_drafts, max(0.0, seconds - step.draft_s), now)
+            num_tokens = num_rows + step.num_drafts
+            self._drafted.note(num_tokens, max(0.0, seconds - step.draft_s), now)
+            if self._drafted.count(num_tokens, now) <= _FEW_NOTES:
+                self._known_times.clear()
         elif self._was_plain and step.num_asked == 0:
             # outputs that were taken late make the next ones seem early
             last_s = seconds if self._last_plain_s is None else self._last_plain_s
@@ -213,8 +222,8 @@ class DraftCosts:
         self._was_plain = not step.was_drafting
         if step.num_asked:
             self._proposing.note(num_rows, step.num_asked, step.draft_s, now)
-        self._propose_s = float(self._proposing.at(num_rows, np.array([self._max_drafts]))[0])
         plain_s = self._plain_s = self._plain.at(num_rows)
+        self._num_rows = num_rows
         if plain_s == 0:
             return
         gained_s = 0.0
@@ -259,6 +268,7 @@ class DraftCosts:
             shares: [R] in how many of its steps the row has drafts at all; 0: it may have none.
         """
         self.decides = False
+        self._known_times.clear()
         num_rows = len(chances)
         if not shares.any():
             # no row that is left may have drafts
@@ -302,15 +312,39 @@ class DraftCosts:
         Returns:
             [R].
         """
-        num_rows, places = len(chances), np.arange(1, int(counts.max(initial=0)) + 1)
+        num_rows = len(chances)
+        times = self._known_times.get((num_rows, self.num_wanted))
+        if times is None:
+            numbers = np.arange(num_rows * self._max_drafts + 1)
+            proposing = self._proposing.at(num_rows, np.full(len(numbers), self.num_wanted))
+            times = self._times(num_rows, num_rows + numbers, proposing)
+            self._known_times[num_rows, self.num_wanted] = times
+        least, most = times
+        if num_rows == 1:
+            return np.array([self._choose_of_one(float(chances[0]), int(counts[0]), least, most)])
+        places = np.arange(1, int(counts.max(initial=0)) + 1)
         likely = (chances[:, None] ** places) * (places <= counts[:, None])
         order, gains = _likeliest_first(likely)
         # from no draft to all of them
         num_drafts = int(counts.sum())
         gains = np.append(0.0, gains[:num_drafts])
-        proposing = self._proposing.at(num_rows, np.full(num_drafts + 1, self.num_wanted))
-        rates = self._rates(num_rows, num_rows + np.arange(num_drafts + 1), gains, proposing)
+        rates = self._rates(num_rows, gains, least[: num_drafts + 1], most[: num_drafts + 1])
+        # without drafts nothing can be lost
+        rates[0] = num_rows / least[0]
         return np.bincount(order[: int(np.argmax(rates))] % num_rows, minlength=num_rows)
+
+    def _choose_of_one(self, chance: float, count: int, least: FloatArray, most: FloatArray) -> int:
+        """`choose` for a row alone, whose steps are short: calls of NumPy would take a twentieth of them."""
+        plain_s, earned_s = self._plain.at(1), self._account.earned_s or 0.0
+        best, best_rate, expected, likely = 0, 1.0 / float(least[0]), 1.0, 1.0
+        for number, (at_best_s, at_worst_s) in enumerate(zip(least[1:].tolist(), most[1:].tolist(), strict=True), 1):
+            if number > count:
+                break
+            likely *= chance
+            expected += likely
+            if expected / at_best_s > best_rate and at_worst_s - expected * plain_s <= earned_s:
+                best, best_rate = number, expected / at_best_s
+        return best
 
     def _expected_gain(self, chances: FloatArray, shares: FloatArray) -> tuple[float, int]:
         """The best rate of steps with drafts as a multiple of plain ones', and the drafts to ask for."""
@@ -319,19 +353,31 @@ class DraftCosts:
         order, gains = _likeliest_first(likely)
         num_tokens = num_rows + np.cumsum(shares[order % num_rows])
         depths = np.maximum.accumulate(order // num_rows + 1)
-        rates = self._rates(num_rows, num_tokens, gains, self._proposing.at(num_rows, depths))
+        rates = self._rates(num_rows, gains, *self._times(num_rows, num_tokens, self._proposing.at(num_rows, depths)))
         best = int(np.argmax(rates))
         return float(rates[best]) * self._plain.at(num_rows) / num_rows, int(depths[best])
 
-    def _rates(
-        self, num_rows: int, num_tokens: FloatArray | IntArray, gains: FloatArray, proposing: FloatArray
-    ) -> FloatArray:
+    def _rates(self, num_rows: int, gains: FloatArray, least: FloatArray, most: FloatArray) -> FloatArray:
         """Tokens a second of steps with drafts, at best; 0 where they might cost more than was earned.
 
         Args:
             num_rows: rows of the steps.
-            num_tokens: tokens of each step, ascending, with the drafts.
             gains: drafts of each that are expected to be right.
+            least: seconds that each takes at best.
+            most: seconds that each takes at worst.
+        """
+        lost = most - self._plain.at(num_rows) * (num_rows + gains) / num_rows
+        rates: FloatArray = (num_rows + gains) / least * (lost <= (self._account.earned_s or 0.0))
+        return rates
+
+    def _times(
+        self, num_rows: int, num_tokens: FloatArray | IntArray, proposing: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """Seconds of steps with drafts, at best and at worst.
+
+        Args:
+            num_rows: rows of the steps.
+            num_tokens: tokens of each step, ascending, with the drafts.
             proposing: seconds that proposing its drafts takes.
         """
         plain_s = self._plain.at(num_rows)
@@ -348,11 +394,7 @@ class DraftCosts:
         most = seconds[above] + (self._token_s or plain_s / num_rows) * beyond * (num_tokens - xs[-1]) + proposing
         # sizes of one group are one
         is_below = np.array(xs)[above] > np.where(num_tokens > EXACT_TOKENS, GROUP, 1.0) * np.rint(num_tokens)
-        least = seconds[np.maximum(above - is_below, 0)] + proposing
-        lost = most - plain_s * (num_rows + gains) / num_rows
-        is_covered = (lost <= (self._account.earned_s or 0.0)) | (num_tokens == num_rows)
-        rates: FloatArray = (num_rows + gains) / least * is_covered
-        return rates
+        return seconds[np.maximum(above - is_below, 0)] + proposing, most
 
     def _enter(self, mode: _Mode, num_steps: int, num_wanted: int) -> None:
         if mode is not _Mode.DRAFTING:
