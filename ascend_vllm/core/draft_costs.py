@@ -25,7 +25,7 @@ from ascend_vllm.core.draft_reading import ReadingBudget
 from ascend_vllm.core.step_costs import EXACT_TOKENS, GROUP, FloatArray, IntArray, ProposingCosts, StepCosts
 
 # share of all time that drafts may cost in vain
-_LOST_SHARE = 0.02
+_LOST_SHARE = 0.015
 # in plain steps: most that the share is saved up to, and that a step counts as lost; most that gains are saved up to;
 # and what must be there for drafts to be watched
 _MOST_SHARED, _MOST_GAINED, _LEAST_EARNED = 3.0, 30.0, 1.0
@@ -321,7 +321,16 @@ class DraftCosts:
             self._known_times[num_rows, self.num_wanted] = times
         least, most = times
         if num_rows == 1:
-            return np.array([self._choose_of_one(float(chances[0]), int(counts[0]), least, most)])
+            chosen = np.array([self._choose_of_one(float(chances[0]), int(counts[0]), least, most)])
+        else:
+            chosen = self._choose_of_many(chances, counts, least, most)
+        if not chosen.any() and counts.any():
+            # they were proposed in vain: it is decided again with the next step's outputs
+            self._steps_left = 0
+        return chosen
+
+    def _choose_of_many(self, chances: FloatArray, counts: IntArray, least: FloatArray, most: FloatArray) -> IntArray:
+        num_rows = len(chances)
         places = np.arange(1, int(counts.max(initial=0)) + 1)
         likely = (chances[:, None] ** places) * (places <= counts[:, None])
         order, gains = _likeliest_first(likely)
