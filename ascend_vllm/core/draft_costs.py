@@ -59,7 +59,8 @@ class DecodingStep:
         num_accepted: those of them that were right.
         num_asked: drafts that were proposed for each row, at most.
         was_drafting: rows were to have drafts: the step was not made ahead, nor was the next one.
-        seconds: from the outputs of the step before to its own, without what reading took.
+        seconds: from the outputs of the step before to its own, or of the step itself if it computed prompts; without
+            what reading took.
         draft_s: of these, what proposing took.
     """
 

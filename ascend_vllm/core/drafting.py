@@ -160,6 +160,9 @@ class Drafting:
         costs.advance(num_rows, made.num_asked)
         was_drafting = made.was_drafting or made.num_drafts > 0
         read_s = output.read_s if was_drafting or made.num_asked else output.draft_s
+        has_prompts = bool(made.num_chunk_tokens or made.num_prompt_tokens)
+        # nothing may have run before prompts
+        seconds = times.last_step_s if has_prompts else times.since_last_s
         if made.rows:
             step = DecodingStep(
                 num_rows=num_rows,
@@ -167,10 +170,10 @@ class Drafting:
                 num_accepted=num_accepted,
                 num_asked=made.num_asked,
                 was_drafting=was_drafting,
-                seconds=max(0.0, times.since_last_s - read_s),
+                seconds=max(0.0, seconds - read_s),
                 draft_s=output.draft_s - read_s,
             )
-            if made.num_chunk_tokens or made.num_prompt_tokens:
+            if has_prompts:
                 costs.note_beside_prompts(step)
             else:
                 costs.note(step, times.token_s)
