@@ -156,8 +156,8 @@ def test_a_draft_model_catches_up(
 
         num_steps = num_plain_steps = 0
 
-        def advance(self, num_asked: int) -> None:
-            super().advance(num_asked)
+        def advance(self, num_rows: int, num_asked: int) -> None:
+            super().advance(num_rows, num_asked)
             self.num_steps += 1
             if self.num_steps < self.num_plain_steps:
                 self.num_wanted, self.decides = 0, False
