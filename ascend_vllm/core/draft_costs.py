@@ -331,6 +331,7 @@ class DraftCosts:
         return chosen
 
     def _choose_of_many(self, chances: FloatArray, counts: IntArray, least: FloatArray, most: FloatArray) -> IntArray:
+        """`choose` for several rows, with the seconds of steps with 0, 1, … drafts at best and at worst."""
         num_rows = len(chances)
         places = np.arange(1, int(counts.max(initial=0)) + 1)
         likely = (chances[:, None] ** places) * (places <= counts[:, None])
