@@ -118,8 +118,8 @@ class ProposingCosts:
     def at(self, num_rows: int, depths: IntArray) -> FloatArray:
         """Seconds of proposing so many drafts for each row; 0: nothing was noted.
 
-        They are on the line between the nearest numbers of drafts that were noted. Of the fewest that were, half of the
-        cost counts as fixed, for even fewer; beyond the most that were, each draft costs their mean.
+        They are on the line between the nearest numbers of drafts that were noted. Of the fewest that were, half of
+        the cost counts as fixed, for even fewer; beyond the most that were, each draft costs their mean.
         """
         known = [(depth, cost.at(num_rows)) for depth, cost in enumerate(self._costs, 1)]
         known = [(depth, seconds) for depth, seconds in known if seconds > 0]
