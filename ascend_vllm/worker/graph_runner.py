@@ -29,6 +29,7 @@ from ascend_vllm.config.graphs import GraphConfig
 from ascend_vllm.errors import ConfigError
 from ascend_vllm.layers.step_state import StepState
 from ascend_vllm.logger import init_logger
+from ascend_vllm.ops.decode_inputs import DecodeInputs
 from ascend_vllm.platforms.interface import DeviceGraph, GraphRecorder
 
 logger = init_logger(__name__)
@@ -70,6 +71,7 @@ class StaticInputs:
         device: of the buffers.
         step_state: of the model; each step writes its values before `fill`.
         query_lens: of the graphs, 1 among them.
+        gathered: on CPU, has the buffers, so that what was gathered there need not be copied; None: they are new.
     """
 
     def __init__(
@@ -79,17 +81,26 @@ class StaticInputs:
         device: torch.device,
         step_state: StepState,
         query_lens: Sequence[int] = (1,),
+        gathered: DecodeInputs | None = None,
     ) -> None:
         self._step_state = step_state
         num_tokens = num_rows * max(query_lens)
-        # [G*Q] int64 each
-        self.input_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        self.slot_mapping = torch.full((num_tokens,), _NOWHERE, dtype=torch.int64, device=device)
-        # [G] int32
-        self.seq_lens = torch.ones(num_rows, dtype=torch.int32, device=device)
-        # [G, B] int32
-        self.block_table = torch.zeros(num_rows, num_blocks, dtype=torch.int32, device=device)
+        if gathered is None:
+            # [G*Q] int64 each
+            self.input_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+            self.positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+            self.slot_mapping = torch.full((num_tokens,), _NOWHERE, dtype=torch.int64, device=device)
+            # [G] int32
+            self.seq_lens = torch.ones(num_rows, dtype=torch.int32, device=device)
+            # [G, B] int32
+            self.block_table = torch.zeros(num_rows, num_blocks, dtype=torch.int32, device=device)
+        else:
+            by_token = (gathered.input_ids, gathered.positions, gathered.slot_mapping)
+            self.input_ids, self.positions, self.slot_mapping = (
+                torch.from_numpy(array[:num_tokens]) for array in by_token
+            )
+            self.seq_lens = torch.from_numpy(gathered.seq_lens[:num_rows])
+            self.block_table = torch.from_numpy(gathered.block_table[:num_rows])
         # q → [G+1] int32: 0, q, 2q, …
         self._query_start_np = {
             query_len: np.arange(num_rows + 1, dtype=np.int32) * np.int32(query_len) for query_len in query_lens
@@ -129,6 +140,8 @@ class StaticInputs:
             batch: R rows with the same query length, one of the graphs'.
             size: g, R or more.
         """
+        if batch.input_ids.data_ptr() == self.input_ids.data_ptr():
+            return
         num_rows, query_len = len(batch.seq_lens_np), batch.max_query_len
         num_tokens = num_rows * query_len
         # after a row's blocks there may be blocks of an earlier step: they are not read

@@ -189,10 +189,11 @@ class InputBatch:
         self._starts_of_one_each = np.arange(num_slots + 1, dtype=np.int32)
         # 0, 1, …: logits_indices of steps that sample at each token
         self._every_token = np.arange(num_slots * (1 + max_drafts))
-        self._decode_inputs: DecodeInputs | None = None
+        # gathers the inputs of steps without prompts; None: the library is missing
+        self.decode_inputs: DecodeInputs | None = None
         if DecodeInputs.is_available():
             columns = (self.num_blocks, self.num_computed_tokens, self.num_tokens)
-            self._decode_inputs = DecodeInputs(self.token_ids, self.block_table, *columns, block_size, 1 + max_drafts)
+            self.decode_inputs = DecodeInputs(self.token_ids, self.block_table, *columns, block_size, 1 + max_drafts)
 
     def apply(self, step: SchedulerOutput) -> None:
         """Updates the slots by a step's diff.
@@ -229,10 +230,10 @@ class InputBatch:
         Raises:
             ValueError: a row is to compute more tokens than it has, or than its blocks hold.
         """
-        if self._decode_inputs is not None and self.num_drafts is None and len(slots) == num_scheduled.sum():
-            max_seq_len = self._decode_inputs.gather(slots)
+        if self.decode_inputs is not None and self.num_drafts is None and len(slots) == num_scheduled.sum():
+            max_seq_len = self.decode_inputs.gather(slots)
             if max_seq_len > 0:
-                inputs, starts = self._decode_inputs, self._starts_of_one_each
+                inputs, starts = self.decode_inputs, self._starts_of_one_each
                 return self._gathered_batch(inputs, slots, num_scheduled, max_seq_len, starts)
         computed, known = self._lengths.take(slots, axis=1)
         if self.num_drafts is not None:
@@ -312,7 +313,7 @@ class InputBatch:
         num_scheduled: Int64Array,
     ) -> HostBatch | None:
         """The batch of rows that compute their last tokens and drafts; None: some compute others, or it cannot."""
-        inputs = self._decode_inputs
+        inputs = self.decode_inputs
         if inputs is None or num_scheduled.sum() > len(inputs.input_ids):
             return None
         if not ((known - computed == 1) & (num_scheduled - drafts == 1)).all():
@@ -356,7 +357,7 @@ class InputBatch:
         Returns:
             [S, N] as `StepOutput.sampled_token_ids` has it.
         """
-        inputs, most = self._decode_inputs, int(num_places.max())
+        inputs, most = self.decode_inputs, int(num_places.max())
         if inputs is not None and most * len(slots) <= len(inputs.input_ids):
             return inputs.accept(slots, num_places, sampled, REJECTED_TOKEN, PADDING_TOKEN)
         numbers = np.arange(most)

@@ -15,12 +15,13 @@ import torch
 from ascend_vllm.attention.backend import AttentionBackend, ForwardBatch, LayerCache
 from ascend_vllm.distributed.stage_link import StageLink
 from ascend_vllm.models.blocks import CausalLM
+from ascend_vllm.ops.decode_inputs import DecodeInputs
 from ascend_vllm.types.step import PromptLogprobs, SchedulerOutput, StepOutput
 from ascend_vllm.worker.block_mover import BlockMover
 from ascend_vllm.worker.input_batch import InputBatch, Int32Array, upload
 from ascend_vllm.worker.multi_step import MultiStepDecoder
 from ascend_vllm.worker.sampling.acceptance import TypicalAcceptance
-from ascend_vllm.worker.sampling.columns import MASKS, Int64Array, ragged_arange
+from ascend_vllm.worker.sampling.columns import MASKS, Int64Array
 from ascend_vllm.worker.sampling.logprobs import by_place, collect
 from ascend_vllm.worker.sampling.prompt_logprobs import PromptScorer
 from ascend_vllm.worker.sampling.sampler import PROCESSED_LOGITS, PROCESSED_LOGPROBS, RAW_LOGITS, Sampler
@@ -122,6 +123,11 @@ class ModelRunner:
         self._proposer: Proposer | None = None
         self._needs_hidden = needs_hidden
 
+    @property
+    def decode_inputs(self) -> DecodeInputs | None:
+        """Where the inputs of steps without prompts are gathered; None: the library is missing."""
+        return self._batch.decode_inputs
+
     def use_graphs(self, graphs: StepGraphs) -> None:
         """Computes steps by these graphs of the forward pass where possible, and by earlier ones where those can."""
         self._graphs.append(graphs)
@@ -196,11 +202,10 @@ class ModelRunner:
         if len(host_batch.logits_indices) < len(hidden):
             hidden = hidden[batch.logits_indices]
         logits = self._logits_of(hidden, batch.logits_indices)
-        # [P] the slot of each sampled position, and the number of tokens before it
-        slots, num_tokens = sampling_slots, self._batch.num_tokens[sampling_slots]
+        # [P] the slot of each sampled position, and the number of tokens before what is sampled
         num_places = host_batch.num_places
-        if num_places is not None:
-            slots, num_tokens = np.repeat(slots, num_places), ragged_arange(num_tokens, num_places)
+        slots = sampling_slots if num_places is None else np.repeat(sampling_slots, num_places)
+        num_tokens = host_batch.positions[host_batch.logits_indices] + 1
         plan = self.sampler.plan(slots, num_tokens=num_tokens)
         if num_places is not None:
             plan = self.sampler.with_drafts(plan, slots, num_tokens)

@@ -243,5 +243,6 @@ class RunnerFactory:
             blocks_per_row,
             self._loaded.step_state,
             config.graphs.query_lens,
+            runner.decode_inputs,
         )
         return [tapes]

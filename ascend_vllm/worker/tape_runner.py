@@ -16,6 +16,7 @@ import torch
 from ascend_vllm.attention.backend import ForwardBatch
 from ascend_vllm.layers.step_state import StepState
 from ascend_vllm.logger import init_logger
+from ascend_vllm.ops.decode_inputs import DecodeInputs
 from ascend_vllm.ops.tape import Tapes, UnrecordableError
 from ascend_vllm.worker.graph_runner import Forward, Shape, StaticInputs, shape_of
 
@@ -34,6 +35,8 @@ class TapeRunner:
         blocks_per_row: maximum KV blocks of a row.
         step_state: of the model.
         query_lens: tokens that each row of a recorded step may have, 1 among them.
+        gathered: has the inputs of most steps, which are read where they are; None, or with too little room: they
+            are copied.
     """
 
     def __init__(
@@ -43,11 +46,16 @@ class TapeRunner:
         blocks_per_row: int,
         step_state: StepState,
         query_lens: Sequence[int] = (1,),
+        gathered: DecodeInputs | None = None,
     ) -> None:
         self._forward = forward
         self._most_rows = min(max_num_seqs, MOST_ROWS)
         self.query_lens = query_lens
-        self._inputs = StaticInputs(self._most_rows, blocks_per_row, torch.device("cpu"), step_state, query_lens)
+        if gathered is not None and len(gathered.input_ids) < self._most_rows * max(query_lens):
+            gathered = None
+        self._inputs = StaticInputs(
+            self._most_rows, blocks_per_row, torch.device("cpu"), step_state, query_lens, gathered
+        )
         self._tapes = Tapes()
         self._step_state = step_state
         # by R and q, and whether the step state is plain: [R*q, H], written by replays

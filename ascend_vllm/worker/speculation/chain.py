@@ -103,9 +103,16 @@ class ChainProposer(abc.ABC):
         self._tapes: TapeRunner | None = None
         self._chains: ChainTapes | None = None
         num_slots, max_blocks = batch.block_table.shape
+        self._inputs: DecodeInputs | None = None
+        if DecodeInputs.is_available():
+            columns = (batch.num_blocks, batch.num_computed_tokens, batch.num_tokens)
+            arrays = (batch.token_ids, batch.block_table, *columns)
+            self._inputs = DecodeInputs(*arrays, batch.block_size, 1 + drafter.max_drafts)
         if drafter.tape_query_lens:
             state = batch.row_state.state
-            self._tapes = TapeRunner(self._recorded, num_slots, max_blocks, state, drafter.tape_query_lens)
+            self._tapes = TapeRunner(
+                self._recorded, num_slots, max_blocks, state, drafter.tape_query_lens, self._inputs
+            )
             self._chains = ChainTapes(
                 self._recorded_pass,
                 self._best_tokens,
@@ -114,11 +121,8 @@ class ChainProposer(abc.ABC):
                 batch.block_size,
                 drafter.max_drafts,
             )
-        self._inputs: DecodeInputs | None = None
-        if DecodeInputs.is_available():
-            columns = (batch.num_blocks, batch.num_computed_tokens, batch.num_tokens)
-            arrays = (batch.token_ids, batch.block_table, *columns)
-            self._inputs = DecodeInputs(*arrays, batch.block_size, 1 + drafter.max_drafts)
+        # [M] the place of each slot among those that sampled in the step; -1: it did not
+        self._place_of = np.full(num_slots, -1)
         # the largest token id that the draft model knows, which stands for those above; None: it knows all
         self._last_id: int | None = None
         # [M*q, H] hidden states that a recorded pass reads; None: none has been
@@ -144,29 +148,29 @@ class ChainProposer(abc.ABC):
         """As `Proposer.propose`."""
         begin = time.perf_counter()
         self._longest = 0
+        sampling = step.batch.sampling_slots
+        self._place_of.fill(-1)
+        self._place_of[sampling] = np.arange(len(sampling))
         computed = self._catch_up(step)
         # what a step with drafts has computed of a row is read for its next drafts
         reads = self._longest > self._drafter.max_drafts + 1 or step.max_drafts == 0
         self.read_s = time.perf_counter() - begin if reads else 0.0
-        sampling = step.batch.sampling_slots
         if computed is None or step.max_drafts == 0 or len(sampling) == 0:
             return None
         slots, hidden = computed
-        counts = self._num_drafts(slots, step.max_drafts) * np.isin(slots, sampling)
-        return self._draft(slots, hidden, counts, sampling, step.max_drafts)
+        counts = self._num_drafts(slots, step.max_drafts) * (self._place_of[slots] >= 0)
+        return self._draft(slots, hidden, counts, len(sampling), step.max_drafts)
 
     def _draft(
-        self, slots: Int64Array, hidden: torch.Tensor, counts: Int64Array, sampling: Int64Array, max_drafts: int
+        self, slots: Int64Array, hidden: torch.Tensor, counts: Int64Array, num_sampling: int, max_drafts: int
     ) -> Int32Array | None:
-        """[S, k] drafts of the rows in `sampling`, up to `counts` of the rows in `slots`."""
+        """[S, k] drafts of the rows that sampled, up to `counts` of the rows in `slots`."""
         if not counts.any():
             return None
-        drafts = np.full((len(sampling), max_drafts), NO_DRAFT, np.int32)
-        place_of = np.zeros(int(max(slots.max(), sampling.max())) + 1, np.int64)
-        place_of[sampling] = np.arange(len(sampling))
-        num_tokens = self._batch.num_tokens[slots]
+        drafts = np.full((num_sampling, max_drafts), NO_DRAFT, np.int32)
+        num_tokens, places = self._batch.num_tokens[slots], self._place_of[slots]
         if (tokens := self._by_tape(slots, hidden, counts, num_tokens)) is not None:
-            drafts[place_of[slots], : tokens.shape[1]] = tokens
+            drafts[places, : tokens.shape[1]] = tokens
             return drafts
         for number in range(max_drafts):
             going_on = np.flatnonzero(counts > number)
@@ -174,12 +178,13 @@ class ChainProposer(abc.ABC):
                 break
             if len(going_on) < len(slots):
                 slots, counts, num_tokens = slots[going_on], counts[going_on], num_tokens[going_on]
+                places = places[going_on]
                 hidden = hidden[torch.from_numpy(going_on).to(hidden.device)]
             if number > 0:
                 hidden = self._pass(slots, num_tokens + number - 1, hidden)
             # a row all of whose tokens are forbidden ends whatever its draft is
             tokens = self._choose(hidden, slots, num_tokens + number).clip(min=0)
-            drafts[place_of[slots], number] = tokens
+            drafts[places, number] = tokens
             # what is behind a row's known tokens is undefined for everybody else; penalties of later drafts read it
             self._batch.token_ids[slots, num_tokens + number] = tokens
         return drafts

@@ -95,7 +95,7 @@ class ChainTapes:
         self._hidden: torch.Tensor | None = None
         self._tapes = Tapes()
         # [R] of each choice, written by replays
-        self._tokens: dict[_Shape, list[torch.Tensor]] = {}
+        self._tokens: dict[_Shape, list[Int64Array]] = {}
 
     def run(
         self,
@@ -136,7 +136,7 @@ class ChainTapes:
             self._tapes.replay(shape.key)
         elif not self._record(shape):
             return None
-        return np.stack([tokens.numpy() for tokens in self._tokens[shape]], 1)
+        return np.stack(self._tokens[shape], 1)
 
     def _fill(self, slots: Int64Array, starts: Int64Array, num_passes: int) -> None:
         num_rows, size = len(slots), self._block_size
@@ -152,11 +152,12 @@ class ChainTapes:
         # makes what it keeps for so many rows, which cannot be recorded
         arg_max(self._indices[: shape.num_rows, None].float())
         try:
-            self._tokens[shape] = self._tapes.record(shape.key, lambda: self._chain(shape))
+            tokens = self._tapes.record(shape.key, lambda: self._chain(shape))
         except UnrecordableError as error:
             logger.info("Drafts are not replayed from tapes: %s", error)
             self._most_rows = 0
             return False
+        self._tokens[shape] = [one.numpy() for one in tokens]
         return True
 
     def _chain(self, shape: _Shape) -> list[torch.Tensor]:

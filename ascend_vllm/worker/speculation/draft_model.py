@@ -167,7 +167,7 @@ class DraftModelProposer(ChainProposer):
         self._num_computed[slots] = starts
         if step.max_drafts == 0:
             return None
-        is_sampling = np.isin(slots, step.batch.sampling_slots)
+        is_sampling = self._place_of[slots] >= 0
         # the target has computed all tokens of a row that samples but the last
         ends = np.where(is_sampling, num_tokens, batch.num_computed_tokens[slots])
         ends = np.minimum(ends, np.minimum(batch.num_blocks[slots] * batch.block_size, self._drafter.max_model_len))

@@ -156,8 +156,10 @@ class EagleProposer(ChainProposer):
             self._num_read[slots[lapsed]] = _LAPSED
             reading &= ~is_kept & ~lapsed
         else:
-            is_kept = reading & self._kept.has_room(slots, counts) & ~_first_up_to(kept, _MOST_READ)
-            reading &= ~is_kept
+            is_kept = np.zeros_like(reading)
+            if kept.sum() > _MOST_READ:
+                is_kept = reading & self._kept.has_room(slots, counts) & ~_first_up_to(kept, _MOST_READ)
+                reading &= ~is_kept
         if is_kept.any():
             self._kept.add(slots[is_kept], counts[is_kept], self._states(step, first[is_kept], counts[is_kept]))
         if not reading.any():
