@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,9 @@ class UniProcExecutor(Executor):
         except BaseException:
             self._thread.close(lambda: None)
             raise
+        # A thread that still computes when the interpreter ends would crash it. Made last: at the end this is called
+        # before what torch, which the worker has imported, does then.
+        self._end = weakref.finalize(self, self._thread.close, lambda: None)
 
     def execute_model(self, step: SchedulerOutput) -> Future[StepOutput]:
         if self._worker is None:
@@ -58,7 +62,7 @@ class UniProcExecutor(Executor):
 
     def shutdown(self) -> None:
         worker, self._worker = self._worker, None
-        if worker is not None:
+        if worker is not None and self._end.detach() is not None:
             self._thread.close(worker.shutdown)
 
     def _require_worker(self) -> Worker:

@@ -113,7 +113,8 @@ class Tapes:
     def __init__(self) -> None:
         self._library = _library()
         self._handle = ctypes.c_void_p(self._library.ascend_vllm_tapes_make())
-        weakref.finalize(self, self._library.ascend_vllm_tapes_free, self._handle)
+        # not at the end of the process, when one may be replayed
+        weakref.finalize(self, self._library.ascend_vllm_tapes_free, self._handle).atexit = False
         # by key, see `_Recorder`
         self._parts: dict[int, list[int | Callable[[], None]]] = {}
 

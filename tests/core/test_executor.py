@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -17,6 +19,7 @@ from ascend_vllm.types.step import KVCacheSize, NewRow, SchedulerOutput, StepOut
 from ascend_vllm.worker import worker as worker_module
 from ascend_vllm.worker.worker import Worker
 from tests.core.memory_executor import make_request, run
+from tests.server import ROOT
 from tests.tiny_models import tiny_model
 from tests.worker.worker_driver import make_config
 
@@ -69,6 +72,31 @@ def test_life_of_the_executor_with_a_thread_of_its_own() -> None:
     with pytest.raises(EngineDeadError, match="shut down"):
         executor.execute_model(steps[0]).result(TIMEOUT_S)
     assert not [thread for thread in threading.enumerate() if thread.name == "device"]
+
+
+LEFT_IN_A_STEP = """
+import sys
+
+from ascend_vllm.executor.base import create_executor
+from ascend_vllm.sampling_params import SamplingParams
+from ascend_vllm.types.step import NewRow, SchedulerOutput
+from tests.worker.worker_driver import make_config
+
+executor = create_executor(make_config(sys.argv[1], num_gpu_blocks_override=32, async_scheduling=True))
+executor.initialize()
+row = NewRow(3, "r", [5], 1, 0, list(range(20)), SamplingParams(temperature=0.0), seed=0, stop_token_ids=[])
+executor.execute_model(SchedulerOutput(0, [], [row], [3], [1], [])).result()
+for number in range(1, 300):
+    executor.execute_model(SchedulerOutput(number, [], [], [3], [1], []))
+raise ValueError("an error of the caller")
+"""
+
+
+def test_a_process_that_ends_during_a_step_ends_as_it_was_to() -> None:
+    command = [sys.executable, "-c", LEFT_IN_A_STEP, tiny_model("qwen2-tied")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert ended.stderr.endswith("ValueError: an error of the caller\n")
+    assert ended.returncode == 1
 
 
 def test_everything_a_worker_does_happens_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
