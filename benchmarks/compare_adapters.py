@@ -110,7 +110,7 @@ class Comparison:
                 self._warm_up(side)
             for number in range(self._args.rounds):
                 for row, result in zip(rows, self.results, strict=True):
-                    for side in (_OURS, row.beside):
+                    for side in report.in_turns((_OURS, row.beside), number):
                         if side in sides:
                             self._take(number, row, result, side)
                 report.save(self._args.json, self.content())

@@ -238,12 +238,10 @@ class Comparison:
     ) -> None:
         tokenizer = Tokenizer.from_directory(getattr(self._args, option))
         for number in range(-1, self._args.rounds):
-            # whoever is read first after the prompts were made is slower
-            order = list(running.items())[:: -1 if number % 2 else 1]
             for row, result in measured:
                 seed = number * _SEEDS_PER_ROUND + _SEEDS[row.name]
                 prompts = row.prompts(self._subject(row, running, tokenizer, seed))
-                for side, server in order:
+                for side, server in report.in_turns(running.items(), number):
                     if not server.wait_idle():
                         print(f"{side} is busy without requests, which disturbs the readings", flush=True)
                     value, figures = self._read(server, row, tokenizer, prompts, seed)

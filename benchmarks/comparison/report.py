@@ -11,10 +11,18 @@ import shlex
 import signal
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from comparison.peaks import Reading
+
+T = TypeVar("T")
+
+
+def in_turns(sides: Iterable[T], number: int) -> list[T]:
+    """The sides in the order of a round: whoever is read first, after a pause, may be slower."""
+    order = list(sides)
+    return order[::-1] if number % 2 else order
 
 
 @dataclasses.dataclass(frozen=True)
