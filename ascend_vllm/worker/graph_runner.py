@@ -141,6 +141,7 @@ class StaticInputs:
             size: g, R or more.
         """
         if batch.input_ids.data_ptr() == self.input_ids.data_ptr():
+            # the inputs were gathered here
             return
         num_rows, query_len = len(batch.seq_lens_np), batch.max_query_len
         num_tokens = num_rows * query_len
