@@ -92,7 +92,7 @@ raise ValueError("an error of the caller")
 """
 
 
-def test_a_process_that_ends_during_a_step_ends_as_it_was_to() -> None:
+def test_an_error_of_the_caller_during_a_step_does_not_crash_the_process() -> None:
     command = [sys.executable, "-c", LEFT_IN_A_STEP, tiny_model("qwen2-tied")]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3 * TIMEOUT_S, check=False)
     assert ended.stderr.endswith("ValueError: an error of the caller\n")

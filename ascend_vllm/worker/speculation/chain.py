@@ -121,7 +121,7 @@ class ChainProposer(abc.ABC):
                 batch.block_size,
                 drafter.max_drafts,
             )
-        # [M] the place of each slot among those that sampled in the step; -1: it did not
+        # [M] the place of each slot among those that sampled in the last step that wanted drafts; -1: it did not
         self._place_of = np.full(num_slots, -1)
         # the largest token id that the draft model knows, which stands for those above; None: it knows all
         self._last_id: int | None = None
@@ -149,8 +149,9 @@ class ChainProposer(abc.ABC):
         begin = time.perf_counter()
         self._longest = 0
         sampling = step.batch.sampling_slots
-        self._place_of.fill(-1)
-        self._place_of[sampling] = np.arange(len(sampling))
+        if step.max_drafts > 0:
+            self._place_of.fill(-1)
+            self._place_of[sampling] = np.arange(len(sampling))
         computed = self._catch_up(step)
         # what a step with drafts has computed of a row is read for its next drafts
         reads = self._longest > self._drafter.max_drafts + 1 or step.max_drafts == 0
