@@ -101,8 +101,9 @@ class Drafting:
 
     def ask(self, step: SchedulerOutput, made: StepInFlight) -> None:
         """Asks for drafts with a new step's output, if any are wanted."""
-        made.num_asked = step.max_drafts = self.max_drafts if self._costs is None else self._costs.num_wanted
-        made.was_drafting = self.is_drafting
+        costs = self._costs
+        made.num_asked = step.max_drafts = self.max_drafts if costs is None else costs.num_wanted
+        made.was_drafting = costs is None or costs.is_drafting
 
     def count(self, row: Request, num_drafts: int, num_accepted: int) -> None:
         """Counts the drafts of a row in a step, the first `num_accepted` of which were right."""
@@ -131,20 +132,21 @@ class Drafting:
         """
         if self._config is None:
             return
-        has_no_drafts = not (made.num_asked or made.num_drafts or self.is_drafting)
-        if self._costs is not None and has_no_drafts and all(row.draft_record is None for row in made.rows):
+        costs = self._costs
+        is_plain = costs is not None and not (made.num_asked or made.num_drafts or costs.is_drafting)
+        if costs is not None and is_plain and all(row.draft_record is None for row in made.rows):
             # all requests have begun while reading was not paid for: there is nothing else to find out. The loop ends
             # at the first of the others, and spares what comes below
-            self._costs.note_reading(len(made.rows), times.last_step_s, output.draft_s)
+            costs.note_reading(len(made.rows), times.last_step_s, output.draft_s)
             return
         drafts: Sequence[list[int]] = [[]] * len(rows)
         if output.drafts is not None:
             counts = (output.drafts != NO_DRAFT).sum(axis=1).tolist()
             drafts = [one[:count] for one, count in zip(output.drafts.tolist(), counts, strict=True)]
-        if self._costs is not None:
-            self._note_step(self._costs, made, output, times)
-            if made.num_asked or self._costs.decides:
-                drafts = self._choose(self._costs, rows, drafts, was_asked=made.num_asked > 0)
+        if costs is not None:
+            self._note_step(costs, made, output, times)
+            if made.num_asked or costs.decides:
+                drafts = self._choose(costs, rows, drafts, was_asked=made.num_asked > 0)
         is_drafting = self.is_drafting
         # one iteration per row: each has a list of its own
         for row, one in zip(rows, drafts, strict=True):

@@ -164,15 +164,15 @@ class EngineCore:
         """
         if self._unemitted:
             return self._unemitted.popleft()
-        while len(self._in_flight) < self._max_in_flight and self._pausing.makes_steps:
-            scheduled = self._scheduler.schedule()
-            if scheduled is None:
-                break
-            self._in_flight.append(self._executor.execute_model(scheduled))
+        self._make_steps(self._max_in_flight)
         if not self._in_flight and self._connectors.waiting:
             # nothing to compute: leave the processor to compilations, but return soon for new requests
             self._connectors.wait(_CONNECTOR_WAIT_S)
         outputs = self._scheduler.update(self._in_flight.popleft().result() if self._in_flight else None)
+        if self._max_in_flight == 2 and not self._scheduler.steps_are_long:
+            # rows that may not run ahead, because of drafts or a grammar: their next step need not wait until the
+            # caller has sent the outputs of this one
+            self._make_steps(1)
         self._check_if_idle()
         return outputs
 
@@ -293,6 +293,14 @@ class EngineCore:
         if self._adapters is None:
             raise RequestError("LoRA is not enabled (--enable-lora).", "lora_request")
         return self._adapters
+
+    def _make_steps(self, most: int) -> None:
+        """Schedules steps, and hands them to the workers, until these have so many or no row can have another one."""
+        while len(self._in_flight) < most and self._pausing.makes_steps:
+            scheduled = self._scheduler.schedule()
+            if scheduled is None:
+                break
+            self._in_flight.append(self._executor.execute_model(scheduled))
 
     def _check_if_idle(self) -> None:
         """Logs an error if blocks or slots are not free though there are no requests."""

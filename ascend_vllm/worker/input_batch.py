@@ -184,6 +184,8 @@ class InputBatch:
         self.num_drafts: Int64Array | None = None
         # [M] bool, host: rows that may have drafts later, see `NewRow.may_draft`
         self.may_draft = np.zeros(num_slots, np.bool_)
+        # whether any of them may, in a step or not
+        self._any_may_draft = False
         self.sampling = SamplingColumns(num_slots, vocab_size)
         # 0, 1, … M: query_start of decoding rows
         self._starts_of_one_each = np.arange(num_slots + 1, dtype=np.int32)
@@ -205,10 +207,13 @@ class InputBatch:
         """
         for slot in step.freed_slots:
             self.sampling.clear(slot)
+            self.may_draft[slot] = False
         for row in step.new_rows:
             self._enter(row)
         if step.forks:
             self._fork(*np.array(step.forks, np.int64).T)
+        if step.freed_slots or step.new_rows:
+            self._any_may_draft = bool(self.may_draft.any())
         for slot, block_ids in step.new_blocks:
             self._append_blocks(slot, block_ids)
         if step.replaced_blocks:
@@ -216,6 +221,10 @@ class InputBatch:
         self.num_drafts = None
         if step.drafts:
             self._place_drafts(step.drafts)
+
+    def may_any_draft(self, slots: Int64Array) -> bool:
+        """Whether any of these rows may have drafts later."""
+        return self._any_may_draft and bool(self.may_draft[slots].any())
 
     def build(self, slots: Int64Array, num_scheduled: Int64Array) -> HostBatch:
         """Builds the batch in which the slots compute their next tokens.

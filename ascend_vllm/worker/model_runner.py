@@ -186,14 +186,18 @@ class ModelRunner:
         """Computes the rows' next tokens, and samples for rows whose known tokens are all computed."""
         host_batch = self._batch.build(slots, num_scheduled)
         # ranks that share the layers must compute the same tokens of the last one
-        needs_hidden = self._needs_hidden and bool(self._batch.may_draft[slots].any())
+        may_draft = self._batch.may_any_draft(slots)
+        needs_hidden = self._needs_hidden and may_draft
         only_outputs = not (self._scorer.requests or needs_hidden)
         batch = host_batch.to_device(self._device, only_outputs=only_outputs)
         of_all = hidden = self._hidden(batch)
         prompts = self._scorer.score(host_batch, slots, hidden) if self._scorer.requests else []
         self._batch.advance(slots, num_scheduled)
         sampling_slots = host_batch.sampling_slots
-        computed = ComputedStep(host_batch, slots, num_scheduled, None if only_outputs else of_all, step.max_drafts)
+        computed: ComputedStep | None = None
+        if self._proposer is not None and may_draft:
+            states = None if only_outputs else of_all
+            computed = ComputedStep(host_batch, slots, num_scheduled, states, step.max_drafts)
         if len(sampling_slots) == 0:
             begin = time.perf_counter()
             self._propose(computed)
@@ -236,11 +240,9 @@ class ModelRunner:
             read_s=0.0 if self._proposer is None else min(self._proposer.read_s, draft_s),
         )
 
-    def _propose(self, computed: ComputedStep) -> Int32Array | None:
-        """[S, k] drafts of the rows that sampled; None: there are none."""
-        if self._proposer is None or not self._batch.may_draft[computed.slots].any():
-            return None
-        return self._proposer.propose(computed)
+    def _propose(self, computed: ComputedStep | None) -> Int32Array | None:
+        """[S, k] drafts of the rows that sampled; None: there are none, as without rows that may have any."""
+        return None if self._proposer is None or computed is None else self._proposer.propose(computed)
 
     def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, H] of the step's tokens, or [S, H] of `ForwardBatch.output_indices`.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ascend_vllm.core import prompt_chunks
 from ascend_vllm.core.connectors import Connector
 from ascend_vllm.core.engine_core import EngineCore
 from ascend_vllm.core.request import GroupStep, Request, RequestStatus, RowKind
@@ -262,6 +263,21 @@ def test_drafts_are_limited_by_blocks_and_lengths() -> None:
     results = run(core)
     assert [len(result.token_ids) for result in results.values()] == [12, 12]
     assert any(step.drafts for step in executor.steps)
+    assert_all_free(core)
+
+
+@pytest.mark.parametrize("are_long", [False, True])
+def test_the_next_step_does_not_wait_until_outputs_are_sent(are_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that may not run ahead. After a long step it does, so that requests that have arrived are in it."""
+    if are_long:
+        monkeypatch.setattr(prompt_chunks, "_LONG_STEP_S", 0.0)
+    core, executor = make_core(async_scheduling=True)
+    kind = add(core, "draft", Drafting, 5, 0).kind
+    assert isinstance(kind, Drafting)
+    while not (outputs := core.step().outputs[0]).finish_reason:
+        assert (len(executor.steps), len(executor.late)) == (len(kind.num_taken), 0 if are_long else 1)
+        assert outputs.new_token_ids
+    assert not executor.late
     assert_all_free(core)
 
 

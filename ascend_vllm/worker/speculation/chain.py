@@ -213,12 +213,12 @@ class ChainProposer(abc.ABC):
     def _num_drafts(self, slots: Int64Array, max_drafts: int) -> Int64Array:
         """Most drafts of each row: their KV must have room in the blocks that it has, and its length ends them."""
         batch = self._batch
-        num_tokens = batch.num_tokens[slots]
-        room = np.minimum(batch.num_blocks[slots] * batch.block_size, self._drafter.max_model_len)
-        longest = batch.token_ids.shape[1] - 1
         # the last draft does not enter the draft model
-        counts: Int64Array = np.minimum(room - num_tokens + self.input_shift + 1, longest - num_tokens)
-        return counts.clip(0, max_drafts)
+        behind = self.input_shift + 1
+        longest = min(self._drafter.max_model_len + behind, batch.token_ids.shape[1] - 1)
+        room = np.minimum(batch.num_blocks[slots] * batch.block_size + behind, longest) - batch.num_tokens[slots]
+        counts: Int64Array = np.maximum(np.minimum(room, max_drafts), 0)
+        return counts
 
     def _choose(self, hidden: torch.Tensor, slots: Int64Array, num_tokens: Int64Array) -> Int64Array:
         """The next token of each row, of hidden states [R, H], with so many tokens before it."""

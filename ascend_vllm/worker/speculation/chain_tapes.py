@@ -136,7 +136,7 @@ class ChainTapes:
             self._tapes.replay(shape.key)
         elif not self._record(shape):
             return None
-        return np.stack(self._tokens[shape], 1)
+        return np.concatenate(self._tokens[shape]).reshape(num_drafts, num_rows).T
 
     def _fill(self, slots: Int64Array, starts: Int64Array, num_passes: int) -> None:
         num_rows, size = len(slots), self._block_size
