@@ -5,6 +5,7 @@ One is a process of its own. For the others, whose imports would take most of th
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import re
@@ -12,7 +13,9 @@ import subprocess
 import sys
 
 import pytest
+from transformers import AutoTokenizer
 
+from ascend_vllm.tools.train_eagle.data import read_samples
 from tests.benchmark_modules import run_here
 from tests.lora_adapters import Adapter, write_adapter
 from tests.server import ROOT, Server
@@ -58,6 +61,20 @@ def test_offline_example(name: str, arguments: list[str], expected: str, tmp_pat
     stdout, stderr = run_here(f"examples/{name}", *words, directory=tmp_path)
     assert re.search(expected, stdout)
     assert "Processed prompts: 100%" in stderr
+
+
+def test_example_that_writes_answers_down(tmp_path: pathlib.Path) -> None:
+    """A head can be trained on the file."""
+    (tmp_path / "questions.txt").write_text("Who are you?\nIs it warm?\n")
+    model, answers = tiny_model("qwen2-tied"), tmp_path / "answers.jsonl"
+    words = ["--model", model, "--questions", "questions.txt", "--max-tokens", "5", str(answers)]
+    stdout, _ = run_here("examples/offline_own_answers.py", *words, directory=tmp_path)
+    assert stdout.endswith(f"4 answers are in {answers}.\n")
+    read = [json.loads(line)["messages"] for line in answers.read_text().splitlines()]
+    assert [[message["role"] for message in messages] for messages in read] == [["user", "assistant"]] * 4
+    assert [messages[0]["content"] for messages in read] == ["Who are you?", "Is it warm?"] * 2
+    assert all(messages[1]["content"] for messages in read)
+    assert len(read_samples(str(answers), AutoTokenizer.from_pretrained(model), 64)) == 4
 
 
 def test_example_of_an_adapter(tmp_path: pathlib.Path) -> None:
