@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ascend_vllm.entrypoints.cli import main
 from ascend_vllm.errors import ConfigError
@@ -110,6 +111,23 @@ def test_command_trains_a_head(
     assert tensors["fc.weight"].shape == (64, 128)
     assert tensors["embed_tokens.weight"].shape == (VOCAB_SIZE, 64)
     assert {name.split(".")[0] for name in tensors} == {"fc", "layers", "embed_tokens"}
+
+
+def test_a_head_is_trained_further(tmp_path: pathlib.Path, data: pathlib.Path, reader: StateReader) -> None:
+    """It begins with what it knew, and a head of another kind or size is refused."""
+    samples = _samples(reader, data)
+    Trainer(reader, samples, PLAN, tmp_path / "first").run()
+    plan = dataclasses.replace(PLAN, num_steps=1, initial_head=str(tmp_path / "first"))
+    further = Trainer(reader, samples, plan, tmp_path / "further")
+    kept = load_file(tmp_path / "first" / "model.safetensors")
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in further.head.state_dict().items())
+    further.run()
+    assert further.accuracy > 0.3
+    assert not torch.equal(further.head.fc.weight, kept["fc.weight"])
+    for tensors in ({"fc.weight": kept["fc.weight"]}, {**kept, "fc.bias": torch.zeros(3)}):
+        save_file(tensors, tmp_path / "first" / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ConfigError, match=r"first: is no EAGLE-1 head for .* size: fc\.bias is"):
+            Trainer(reader, samples, plan, tmp_path / "refused")
 
 
 def test_heads_learn_and_interrupted_trainings_go_on(

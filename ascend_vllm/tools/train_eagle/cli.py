@@ -24,6 +24,9 @@ def add_arguments(parser: FlexibleArgumentParser) -> None:
         "(ShareGPT), prompt and completion, or text",
     )
     parser.add_argument("--output", type=pathlib.Path, required=True, help="directory for the head")
+    parser.add_argument(
+        "--initial-head", default=None, help="directory of a head that is trained further; default: random weights"
+    )
     parser.add_argument("--num-epochs", type=int, default=4, help="passes over the data; default: %(default)s")
     parser.add_argument("--num-steps", type=int, default=None, help="most steps; default: as the passes need")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens of a step; default: %(default)s")
@@ -62,6 +65,7 @@ def run(namespace: argparse.Namespace) -> int:
         max_length=namespace.max_length,
         learning_rate=namespace.learning_rate,
         seed=namespace.seed,
+        initial_head=namespace.initial_head,
     )
     reader = StateReader(
         model,

@@ -15,6 +15,9 @@ from torch import nn
 from torch.nn import functional
 
 from ascend_vllm.config.families import EAGLE_ARCHITECTURE
+from ascend_vllm.config.model import LoadConfig
+from ascend_vllm.errors import ConfigError
+from ascend_vllm.models.checkpoint import open_checkpoint
 
 # weight of the loss of tokens beside that of features
 _TOKEN_WEIGHT = 0.1
@@ -116,6 +119,27 @@ class TrainedHead(nn.Module):
             self.fc(torch.cat((embedded, states), -1)), angles.cos(), angles.sin()
         )
         return predicted
+
+
+def read_weights(head: TrainedHead, directory: str) -> None:
+    """Gives a head the weights of one that was trained before, in SafeAILab's layout.
+
+    Raises:
+        ConfigError: it is a head of another kind or size.
+        ModelLoadError: there is none, or it is damaged.
+    """
+    own = head.state_dict()
+    found = {
+        name: tensor.clone()
+        for file in open_checkpoint(directory, LoadConfig())
+        for name, tensor in file.tensors([name for name in file.shapes if name in own])
+    }
+    wrong = [name for name, tensor in own.items() if name not in found or found[name].shape != tensor.shape]
+    if wrong:
+        raise ConfigError(
+            f"{directory}: is no EAGLE-1 head for a model of this size: {wrong[0]} is missing or has another shape"
+        )
+    head.load_state_dict(found)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,14 @@ from tqdm import tqdm
 
 from ascend_vllm.logger import init_logger
 from ascend_vllm.tools.train_eagle.data import Sample
-from ascend_vllm.tools.train_eagle.head import HeadShape, TargetWeights, TrainedHead, head_config, losses
+from ascend_vllm.tools.train_eagle.head import (
+    HeadShape,
+    TargetWeights,
+    TrainedHead,
+    head_config,
+    losses,
+    read_weights,
+)
 from ascend_vllm.tools.train_eagle.states import StateReader
 from ascend_vllm.tools.training_progress import TrainingProgress
 
@@ -45,6 +52,7 @@ class TrainingPlan:
         max_length: tokens of a sample, at most.
         learning_rate: after the warm-up; None: 3e-5 for models 4096 wide, and more for narrower ones.
         seed: of weights, order and noise.
+        initial_head: directory of a head to begin with; None: random weights.
         save_interval_s: seconds between two saves of the progress.
     """
 
@@ -55,6 +63,7 @@ class TrainingPlan:
     max_length: int = 2048
     learning_rate: float | None = None
     seed: int = 0
+    initial_head: str | None = None
     save_interval_s: float = 60.0
 
 
@@ -117,7 +126,9 @@ class Trainer:
         num_steps: of the whole training.
 
     Raises:
-        ConfigError: the directory has the progress of a training of another kind.
+        ConfigError: the directory has the progress of a training of another kind, or the head to begin with does not
+            fit the target.
+        ModelLoadError: that head cannot be read.
     """
 
     def __init__(
@@ -131,7 +142,10 @@ class Trainer:
         self._shape = _shape_for(reader)
         torch.manual_seed(plan.seed)
         self.head = TrainedHead(self._shape).to(reader.device)
-        self._balance_inputs()
+        if plan.initial_head is None:
+            self._balance_inputs()
+        else:
+            read_weights(self.head, plan.initial_head)
         usual = min(_RATE * max(1.0, _WIDTH / self._shape.hidden_size) ** 1.5, _LARGEST_RATE)
         rate = usual if plan.learning_rate is None else plan.learning_rate
         self._optimizer = torch.optim.AdamW(self.head.parameters(), lr=rate, betas=_BETAS)
