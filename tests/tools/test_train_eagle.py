@@ -71,22 +71,30 @@ def test_logit_caps_are_applied_to_both_distributions() -> None:
     torch.testing.assert_close(weights.logits(reader.states([text])[0]), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_losses_are_the_published_ones() -> None:
-    """Smooth L1 of states and a tenth of the cross entropy, over the pairs that count, by the plain definition."""
+@pytest.mark.parametrize("num_passes", [1, 3])
+def test_losses_are_the_published_ones(num_passes: int) -> None:
+    """Smooth L1 of states and a tenth of the cross entropy, over the pairs that count, by the plain definition.
+
+    In further passes the head reads what it predicted before, except of the first token.
+    """
     torch.manual_seed(0)
     head = TrainedHead(HeadShape(64, 128, 4, 2, 16, 10000.0, 1e-5))
     target = TargetWeights(torch.randn(90, 64), torch.randn(90, 64), None)
     token_ids, states = torch.randint(90, (1, 12)), torch.randn(1, 12, 64)
     learned = torch.tensor([[False] * 5 + [True] * 7])
     noise = 0.1 * torch.randn(1, 10, 64)
-    found = losses(head, target, token_ids, states, learned, noise)
+    found = losses(head, target, token_ids, states, learned, noise, num_passes)
     tensors = {name: tensor.detach() for name, tensor in head.state_dict().items()}
-    predicted = eagle_reference(tensors, target.embedding, token_ids[0, 1:-1], states[0, :-2] + noise[0])[3:]
-    wanted = states[0, 4:-1]
-    distance = (predicted - wanted).abs()
-    feature = torch.where(distance < 1, 0.5 * distance**2, distance - 0.5).mean()
-    log_p = (predicted @ target.lm_head.T).log_softmax(-1)
-    token = -((wanted @ target.lm_head.T).softmax(-1) * log_p).sum(-1).mean()
+    wanted, inputs, features, tokens = states[0, 4:-1], states[0, :-2] + noise[0], [], []
+    for _ in range(num_passes):
+        every = eagle_reference(tensors, target.embedding, token_ids[0, 1:-1], inputs)
+        predicted = every[3:]
+        distance = (predicted - wanted).abs()
+        features.append(torch.where(distance < 1, 0.5 * distance**2, distance - 0.5).mean())
+        log_p = (predicted @ target.lm_head.T).log_softmax(-1)
+        tokens.append(-((wanted @ target.lm_head.T).softmax(-1) * log_p).sum(-1).mean())
+        inputs = torch.cat((states[0, :1], every[:-1]))
+    feature, token = torch.stack(features).mean(), torch.stack(tokens).mean()
     torch.testing.assert_close(found.feature, feature)
     torch.testing.assert_close(found.token, token)
     torch.testing.assert_close(found.total.detach(), feature + 0.1 * token)
@@ -97,7 +105,7 @@ def test_command_trains_a_head(
 ) -> None:
     """It writes SafeAILab's layout, in the model's dtype, and leaves no progress behind."""
     words = ["train-eagle", "--model", tiny_model("qwen2"), "--data", str(data), "--output", str(tmp_path / "head")]
-    words += ["--num-steps", "2", "--batch-tokens", "256", "--max-length", "64"]
+    words += ["--num-steps", "2", "--batch-tokens", "256", "--max-length", "64", "--ttt-length", "2"]
     assert main(words) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "head")
     assert sorted(path.name for path in (tmp_path / "head").iterdir()) == ["config.json", "model.safetensors"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ascend_vllm.ops.kept_states import keep_states
+from ascend_vllm.ops.kept_states import copy_states, keep_states
 from ascend_vllm.ops.native import load_native_library
 
 NUM_SLOTS, KEEPING, MOST, WIDTH, LAPSED = 6, 4, 3, 5, -1
@@ -39,3 +39,17 @@ def test_it_needs_contiguous_tensors_of_the_host() -> None:
     assert not keep_states(np.array([0, 1]), states, kept, counts, counts.copy(), 2, LAPSED)
     assert not keep_states(np.array([0, 1]), states.contiguous().to("meta"), kept, counts, counts.copy(), 2, LAPSED)
     assert not counts.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_are_copied_to_the_first_rows(dtype: torch.dtype) -> None:
+    """Whatever their layout and dtype are; more rows than there is room for are refused."""
+    states = torch.randn(6, 4, generator=torch.Generator().manual_seed(3)).to(dtype)
+    for source in (states[:3], states[::2], states.float(), states.T.contiguous().T):
+        target = torch.full((6, 4), 9.0, dtype=dtype)
+        copy_states(target, source)
+        assert torch.equal(target[: len(source)], source.to(dtype))
+        assert (target[len(source) :] == 9.0).all()
+    for wrong in (torch.zeros(7, 4, dtype=dtype), torch.zeros(2, 3, dtype=dtype)):
+        with pytest.raises(RuntimeError):
+            copy_states(torch.zeros(6, 4, dtype=dtype), wrong)

@@ -27,6 +27,13 @@ def add_arguments(parser: FlexibleArgumentParser) -> None:
     parser.add_argument(
         "--initial-head", default=None, help="directory of a head that is trained further; default: random weights"
     )
+    parser.add_argument(
+        "--ttt-length",
+        type=int,
+        default=1,
+        help="passes of a step, of which all but the first read the head's own predictions, as drafts do that follow "
+        "drafts; default: %(default)s",
+    )
     parser.add_argument("--num-epochs", type=int, default=4, help="passes over the data; default: %(default)s")
     parser.add_argument("--num-steps", type=int, default=None, help="most steps; default: as the passes need")
     parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens of a step; default: %(default)s")
@@ -45,7 +52,7 @@ def run(namespace: argparse.Namespace) -> int:
         ConfigError: an option is wrong.
         ModelLoadError: the model cannot be loaded.
     """
-    for name in ("num_epochs", "num_steps", "batch_tokens", "max_length"):
+    for name in ("num_epochs", "num_steps", "batch_tokens", "max_length", "ttt_length"):
         value = getattr(namespace, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
@@ -66,6 +73,7 @@ def run(namespace: argparse.Namespace) -> int:
         learning_rate=namespace.learning_rate,
         seed=namespace.seed,
         initial_head=namespace.initial_head,
+        ttt_length=namespace.ttt_length,
     )
     reader = StateReader(
         model,

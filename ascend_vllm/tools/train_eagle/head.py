@@ -186,11 +186,14 @@ def losses(
     states: torch.Tensor,
     learned: torch.Tensor,
     noise: torch.Tensor,
+    num_passes: int = 1,
 ) -> Losses:
     """Losses of some samples.
 
     Of pair t, the embedding of token t+1 and the hidden state of token t, the head predicts the hidden state of token
-    t+1, and thereby token t+2.
+    t+1, and thereby token t+2. In further passes the hidden states of pairs are those that the pass before has
+    predicted, as in a chain of drafts (L. Zhang et al., "HASS", 2024; training-time test in Y. Li et al., "EAGLE-3",
+    2025). All passes weigh the same.
 
     Args:
         head: that is trained.
@@ -198,15 +201,23 @@ def losses(
         token_ids: [B, T+2] int64.
         states: [B, T+2, H], the target's hidden states.
         learned: [B, T+2] bool: tokens that count; false for padding.
-        noise: [B, T, H], added to the states of pairs.
+        noise: [B, T, H], added to the states of pairs in the first pass.
+        num_passes: 1 or more.
     """
     wanted, counted = states[:, 1:-1], learned[:, 2:]
-    predicted = head(target.embedding[token_ids[:, 1:-1]], states[:, :-2] + noise)[counted]
     wanted = wanted[counted]
-    logits, wanted_logits = target.logits(predicted), target.logits(wanted)
-    feature = functional.smooth_l1_loss(predicted, wanted)
-    token = functional.cross_entropy(logits, wanted_logits.softmax(-1))
-    accuracy = (logits.argmax(-1) == wanted_logits.argmax(-1)).float().mean()
+    wanted_logits = target.logits(wanted)
+    embedded, inputs = target.embedding[token_ids[:, 1:-1]], states[:, :-2] + noise
+    passes = []
+    for _ in range(num_passes):
+        predicted = head(embedded, inputs)
+        logits = target.logits(predicted[counted])
+        feature = functional.smooth_l1_loss(predicted[counted], wanted)
+        token = functional.cross_entropy(logits, wanted_logits.softmax(-1))
+        accuracy = (logits.argmax(-1) == wanted_logits.argmax(-1)).float().mean()
+        passes.append(torch.stack((feature, token, accuracy)))
+        inputs = torch.cat((states[:, :1], predicted[:, :-1].detach()), 1)
+    feature, token, accuracy = torch.stack(passes).mean(0)
     return Losses(feature + _TOKEN_WEIGHT * token, feature.detach(), token.detach(), accuracy)
 
 

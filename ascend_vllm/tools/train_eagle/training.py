@@ -53,6 +53,7 @@ class TrainingPlan:
         learning_rate: after the warm-up; None: 3e-5 for models 4096 wide, and more for narrower ones.
         seed: of weights, order and noise.
         initial_head: directory of a head to begin with; None: random weights.
+        ttt_length: passes of a step; from the second one on the head reads what it has predicted itself.
         save_interval_s: seconds between two saves of the progress.
     """
 
@@ -64,6 +65,7 @@ class TrainingPlan:
     learning_rate: float | None = None
     seed: int = 0
     initial_head: str | None = None
+    ttt_length: int = 1
     save_interval_s: float = 60.0
 
 
@@ -201,7 +203,8 @@ class Trainer:
         num_pairs = token_ids.shape[1] - 2
         strength = _NOISE * min(1.0, _NOISE_LENGTH / num_pairs)
         noise = (torch.rand(len(batch), num_pairs, states.shape[2], generator=generator) - 0.5) * strength
-        found = losses(self.head, self._target, token_ids, states, learned.to(device), noise.to(device))
+        inputs = token_ids, states, learned.to(device), noise.to(device)
+        found = losses(self.head, self._target, *inputs, self._plan.ttt_length)
         self._optimizer.zero_grad(set_to_none=True)
         found.total.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_value_(self.head.parameters(), _CLIP_VALUE)

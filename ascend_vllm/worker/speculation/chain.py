@@ -27,6 +27,7 @@ from ascend_vllm.layers.attention import Attention
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.ops.decode_inputs import DecodeInputs
+from ascend_vllm.ops.kept_states import copy_states
 from ascend_vllm.ops.native import load_native_library
 from ascend_vllm.ops.sampling import arg_max
 from ascend_vllm.types.step import NO_DRAFT, SchedulerOutput
@@ -287,7 +288,7 @@ class ChainProposer(abc.ABC):
         if self._fixed_hidden is None:
             num_tokens = len(self._batch.num_tokens) * (1 + self._drafter.max_drafts)
             self._fixed_hidden = hidden.new_zeros(num_tokens, hidden.shape[1])
-        self._fixed_hidden[: len(hidden)] = hidden
+        copy_states(self._fixed_hidden, hidden)
 
     def _recorded(self, batch: ForwardBatch) -> torch.Tensor:
         """A pass whose inputs are in fixed memory."""

@@ -18,6 +18,7 @@ import torch
 
 from ascend_vllm.attention.backend import ForwardBatch
 from ascend_vllm.logger import init_logger
+from ascend_vllm.ops.kept_states import copy_states
 from ascend_vllm.ops.sampling import arg_max, sample_tokens
 from ascend_vllm.ops.tape import Tapes, UnrecordableError
 from ascend_vllm.worker.input_batch import Int32Array
@@ -126,7 +127,7 @@ class ChainTapes:
             self._fill(slots, starts, num_drafts - 1)
         if self._hidden is None:
             self._hidden = hidden.new_zeros(self._most_rows, hidden.shape[1])
-        self._hidden[:num_rows] = hidden
+        copy_states(self._hidden, hidden)
         if plan.filters is not None and plan.seeds is not None:
             for buffer, values in zip((*self._filters, self._seeds), (*plan.filters, plan.seeds), strict=True):
                 buffer[:num_rows] = values
