@@ -25,7 +25,7 @@ from ascend_vllm.core.draft_reading import ReadingBudget
 from ascend_vllm.core.step_costs import EXACT_TOKENS, GROUP, FloatArray, IntArray, ProposingCosts, StepCosts
 
 # share of all time that drafts may cost in vain
-_LOST_SHARE = 0.015
+_LOST_SHARE = 0.008
 # in plain steps: most that the share is saved up to, and that a step counts as lost; most that gains are saved up to;
 # and what must be there for drafts to be watched
 _MOST_SHARED, _MOST_GAINED, _LEAST_EARNED = 3.0, 30.0, 1.0

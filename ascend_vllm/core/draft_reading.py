@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 # share of all time that reading may cost beyond what drafts gain
-_READING_SHARE = 0.02
+_READING_SHARE = 0.01
 # seconds of steps after which what was saved up is down to 1/e: later requests may be of another kind
 _SAVED_S = 60.0
 # requests that may begin between two steps, and tokens of several: what they will cost is not known yet
@@ -25,7 +25,7 @@ class ReadingBudget:
         budget = ReadingBudget()
         budget.takes_another(300)  # True
         budget.add(1.0, -0.5)
-        budget.takes_another(300)  # False, until 24 seconds more have passed or drafts have gained 0.48 seconds
+        budget.takes_another(300)  # False, until 49 seconds more have passed or drafts have gained 0.49 seconds
     """
 
     def __init__(self) -> None:

@@ -164,7 +164,7 @@ def test_requests_have_no_drafts_while_reading_is_not_paid_for(method: Speculati
     assert (second.drafts_up_to, second.draft_record) == (0, None)
     assert second.may_run_ahead
     # by steps of the second alone, too
-    read(drafting, second, 5.0, 0.0)
+    read(drafting, second, 10.0, 0.0)
     assert enrolled_and_begun(drafting).drafts_up_to > 0
 
 
