@@ -138,6 +138,8 @@ class DraftCosts:
         self._accounts: dict[int, _Account] = collections.defaultdict(_Account)
         # of the last step's number of rows
         self._account = self._accounts[0]
+        # seconds of steps of rows that may have no drafts, by the same octaves, which are not booked yet
+        self._idle_s: dict[int, float] = collections.defaultdict(float)
 
     @property
     def is_drafting(self) -> bool:
@@ -161,7 +163,15 @@ class DraftCosts:
             num_rows: rows that will run beside it, and it.
             num_tokens: that it has.
         """
-        return self._accounts[num_rows.bit_length()].reading.takes_another(num_tokens)
+        octave = num_rows.bit_length()
+        reading = self._accounts[octave].reading
+        if (idle_s := self._idle_s.pop(octave, 0.0)) > 0:
+            reading.add(idle_s, 0.0)
+        return reading.takes_another(num_tokens)
+
+    def note_idle(self, num_rows: int, seconds: float) -> None:
+        """Books a step of rows none of which may have drafts, instead of `advance`, `note` and `note_reading`."""
+        self._idle_s[num_rows.bit_length()] += seconds
 
     def note_reading(self, num_rows: int, seconds: float, read_s: float) -> None:
         """Books a step, after `note` if that is called for it.

@@ -137,7 +137,7 @@ class Drafting:
         if costs is not None and is_plain and all(row.draft_record is None for row in made.rows):
             # all requests have begun while reading was not paid for: there is nothing else to find out. The loop ends
             # at the first of the others, and spares what comes below
-            costs.note_reading(len(made.rows), times.last_step_s, output.draft_s)
+            costs.note_idle(len(made.rows), times.last_step_s)
             return
         drafts: Sequence[list[int]] = [[]] * len(rows)
         if output.drafts is not None:
