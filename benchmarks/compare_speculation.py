@@ -5,7 +5,10 @@
         --num-layers 12 --num-heads 8 --batch-tokens 2048
     python -m ascend_vllm.tools.demo --output /tmp/draft --hidden-size 384 --intermediate-size 1152 --num-layers 2 \\
         --num-heads 6 --batch-tokens 2048
-    ascend-vllm train-eagle --model /tmp/target --data demo --output /tmp/head
+    ascend-vllm train-eagle --model /tmp/target --data demo --output /tmp/first --num-epochs 9 --batch-tokens 2048
+    python examples/offline_own_answers.py --model /tmp/target /tmp/answers.jsonl
+    ascend-vllm train-eagle --model /tmp/target --data /tmp/answers.jsonl --initial-head /tmp/first \\
+        --output /tmp/head --num-epochs 2 --batch-tokens 2048 --learning-rate 4e-4 --ttt-length 4
     python benchmarks/compare_speculation.py --model /tmp/qwen2-0.5b --target /tmp/target --draft-model /tmp/draft \\
         --head /tmp/head --json result.json
     python benchmarks/compare_speculation.py --model /tmp/qwen2-0.5b --peer vllm --peer-program VLLM/bin/vllm

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
 
 import pytest
 import torch
@@ -132,9 +133,14 @@ def test_a_head_is_trained_further(tmp_path: pathlib.Path, data: pathlib.Path, r
     further.run()
     assert further.accuracy > 0.3
     assert not torch.equal(further.head.fc.weight, kept["fc.weight"])
-    for tensors in ({"fc.weight": kept["fc.weight"]}, {**kept, "fc.bias": torch.zeros(3)}):
+    second_layer = "layers.1.mlp.up_proj.weight"
+    for tensors, wrong in (
+        ({"fc.weight": kept["fc.weight"]}, "fc.bias"),
+        ({**kept, "fc.bias": torch.zeros(3)}, "fc.bias"),
+        ({**kept, second_layer: torch.zeros(3)}, second_layer),
+    ):
         save_file(tensors, tmp_path / "first" / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(ConfigError, match=r"first: is no EAGLE-1 head for .* size: fc\.bias is"):
+        with pytest.raises(ConfigError, match=rf"first: is no EAGLE-1 head for .* size: {re.escape(wrong)} is"):
             Trainer(reader, samples, plan, tmp_path / "refused")
 
 

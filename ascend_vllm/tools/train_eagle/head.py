@@ -129,16 +129,17 @@ def read_weights(head: TrainedHead, directory: str) -> None:
         ModelLoadError: there is none, or it is damaged.
     """
     own = head.state_dict()
+    # embedding and LM head, which some heads have, are the target's
+    files = open_checkpoint(directory, LoadConfig())
+    wanted = [[name for name in file.shapes if name.startswith(("fc.", "layers."))] for file in files]
     found = {
         name: tensor.clone()
-        for file in open_checkpoint(directory, LoadConfig())
-        for name, tensor in file.tensors([name for name in file.shapes if name in own])
+        for file, names in zip(files, wanted, strict=True)
+        for name, tensor in file.tensors(names)
     }
-    wrong = [name for name, tensor in own.items() if name not in found or found[name].shape != tensor.shape]
-    if wrong:
-        raise ConfigError(
-            f"{directory}: is no EAGLE-1 head for a model of this size: {wrong[0]} is missing or has another shape"
-        )
+    shapes, own_shapes = ({name: one.shape for name, one in tensors.items()} for tensors in (found, own))
+    if wrong := sorted(name for name in own | found if shapes.get(name) != own_shapes.get(name)):
+        raise ConfigError(f"{directory}: is no EAGLE-1 head for a model of this size: {wrong[0]} is not as expected")
     head.load_state_dict(found)
 
 
