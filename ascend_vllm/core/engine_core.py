@@ -169,12 +169,17 @@ class EngineCore:
             # nothing to compute: leave the processor to compilations, but return soon for new requests
             self._connectors.wait(_CONNECTOR_WAIT_S)
         outputs = self._scheduler.update(self._in_flight.popleft().result() if self._in_flight else None)
-        if self._max_in_flight == 2 and not self._scheduler.steps_are_long:
-            # rows that may not run ahead, because of drafts or a grammar: their next step need not wait until the
-            # caller has sent the outputs of this one
-            self._make_steps(1)
         self._check_if_idle()
         return outputs
+
+    def make_next_step(self) -> None:
+        """Hands the workers a step if they have none, except if steps are long.
+
+        Called before the outputs of the last one are sent: rows that may not run ahead, because of drafts or a
+        grammar, need not wait for that. After long steps they do, so that requests that arrive are in the next one.
+        """
+        if self._max_in_flight == 2 and not self._scheduler.steps_are_long:
+            self._make_steps(1)
 
     def fail_requests(self, error: str) -> EngineCoreOutputs:
         """Ends all requests with an ERROR output that carries a sentence for the client."""

@@ -105,7 +105,10 @@ class CoreLoop:
                 self._receive()
                 if self._stopping:
                     return 0
-                outputs = self._core.step() if self._core.has_unfinished() else None
+                outputs = None
+                if self._core.has_unfinished():
+                    outputs = self._core.step()
+                    self._core.make_next_step()
             except Exception as error:
                 self._fail(error)
                 return 1

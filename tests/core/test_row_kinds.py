@@ -275,6 +275,8 @@ def test_the_next_step_does_not_wait_until_outputs_are_sent(are_long: bool, monk
     kind = add(core, "draft", Drafting, 5, 0).kind
     assert isinstance(kind, Drafting)
     while not (outputs := core.step().outputs[0]).finish_reason:
+        assert not executor.late
+        core.make_next_step()
         assert (len(executor.steps), len(executor.late)) == (len(kind.num_taken), 0 if are_long else 1)
         assert outputs.new_token_ids
     assert not executor.late
