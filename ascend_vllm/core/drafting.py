@@ -133,8 +133,8 @@ class Drafting:
         if self._config is None:
             return
         costs = self._costs
-        is_plain = costs is not None and not (made.num_asked or made.num_drafts or costs.is_drafting)
-        if costs is not None and is_plain and all(row.draft_record is None for row in made.rows):
+        has_no_drafts = not (made.num_asked or made.num_drafts or self.is_drafting)
+        if costs is not None and has_no_drafts and all(row.draft_record is None for row in made.rows):
             # all requests have begun while reading was not paid for: there is nothing else to find out. The loop ends
             # at the first of the others, and spares what comes below
             costs.note_idle(len(made.rows), times.last_step_s)

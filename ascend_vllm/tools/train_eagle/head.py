@@ -211,13 +211,14 @@ def losses(
     embedded, inputs = target.embedding[token_ids[:, 1:-1]], states[:, :-2] + noise
     passes = []
     for _ in range(num_passes):
-        predicted = head(embedded, inputs)
-        logits = target.logits(predicted[counted])
-        feature = functional.smooth_l1_loss(predicted[counted], wanted)
+        every = head(embedded, inputs)
+        predicted = every[counted]
+        logits = target.logits(predicted)
+        feature = functional.smooth_l1_loss(predicted, wanted)
         token = functional.cross_entropy(logits, wanted_logits.softmax(-1))
         accuracy = (logits.argmax(-1) == wanted_logits.argmax(-1)).float().mean()
         passes.append(torch.stack((feature, token, accuracy)))
-        inputs = torch.cat((states[:, :1], predicted[:, :-1].detach()), 1)
+        inputs = torch.cat((states[:, :1], every[:, :-1].detach()), 1)
     feature, token, accuracy = torch.stack(passes).mean(0)
     return Losses(feature + _TOKEN_WEIGHT * token, feature.detach(), token.detach(), accuracy)
 
