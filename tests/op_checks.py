@@ -15,18 +15,26 @@ def copies(
 ) -> list[Any]:
     """Copies that keep strides and shared memory; floating-point tensors become `dtype` if one is given."""
     storages: dict[int, torch.Tensor] = {}
-    result = []
-    for argument in arguments:
+
+    def copy_of(argument: Any) -> Any:
+        if isinstance(argument, list):
+            return [copy_of(one) for one in argument]
         if not isinstance(argument, torch.Tensor):
-            result.append(argument)
-            continue
+            return argument
         storage = argument.untyped_storage()
         if storage._cdata not in storages:
             flat = torch.empty(0, dtype=argument.dtype).set_(storage).clone()
             storages[storage._cdata] = flat.to(device=device, dtype=dtype if flat.is_floating_point() else None)
         flat = storages[storage._cdata]
-        result.append(flat.as_strided(argument.shape, argument.stride(), argument.storage_offset()))
-    return result
+        return flat.as_strided(argument.shape, argument.stride(), argument.storage_offset())
+
+    return [copy_of(argument) for argument in arguments]
+
+
+def tensors_in(argument: Any) -> list[torch.Tensor]:
+    """An argument that is a tensor, or those in a list of them."""
+    found = argument if isinstance(argument, list) else [argument]
+    return [one for one in found if isinstance(one, torch.Tensor)]
 
 
 def results(function: Any, spec: OpSpec, arguments: list[Any]) -> list[torch.Tensor]:

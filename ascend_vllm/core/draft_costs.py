@@ -185,6 +185,10 @@ class DraftCosts:
         account.reading.add(seconds, account.gained_s - read_s)
         account.gained_s = 0.0
 
+    def note_taking(self, seconds: float) -> None:
+        """Books what it took to look at the last step, which no other method knows of, as reading."""
+        self._account.gained_s -= seconds
+
     def note_request(self) -> None:
         """A request has begun: its drafts are watched soon."""
         self._watch_steps = self._max_drafts + 1

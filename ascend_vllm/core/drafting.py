@@ -11,6 +11,7 @@ any of this: verification accepts what would have been sampled anyway.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -139,6 +140,7 @@ class Drafting:
             # at the first of the others, and spares what comes below
             costs.note_idle(len(made.rows), times.last_step_s)
             return
+        begin = time.perf_counter()
         drafts: Sequence[list[int]] = [[]] * len(rows)
         if output.drafts is not None:
             counts = (output.drafts != NO_DRAFT).sum(axis=1).tolist()
@@ -152,6 +154,9 @@ class Drafting:
         for row, one in zip(rows, drafts, strict=True):
             if is_drafting or row.drafts or not row.may_run_ahead:
                 self._set_drafts(row, one)
+        if costs is not None and not is_drafting:
+            # what this takes while rows have drafts is part of the next step
+            costs.note_taking(time.perf_counter() - begin)
 
     def _note_step(
         self, costs: DraftCosts, made: StepInFlight, output: StepOutput, times: ChunkSizeController

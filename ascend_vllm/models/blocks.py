@@ -42,7 +42,7 @@ from ascend_vllm.layers.norm import LayerNorm, RMSNorm
 from ascend_vllm.layers.quantization.base import Activation, ActivationQuant
 from ascend_vllm.layers.rotary import RotaryEmbedding, make_rotary_embedding
 from ascend_vllm.models.pooler import Pooler
-from ascend_vllm.ops.elementwise import to_float32
+from ascend_vllm.ops.elementwise import add_rows, concat_columns, to_float32
 
 # names in config.json → names of the op
 _GATED_ACTIVATIONS = {
@@ -545,7 +545,7 @@ class DecoderForCausalLM(CausalLM):
         states: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.decoder_layers):
             if index in self._reported:
-                states[index] = residual.clone() if x is None else residual + x
+                states[index] = residual.clone() if x is None else add_rows(residual, x)
             if layer is self.decoder_layers[-1] and self.norm is not None:
                 context.output_indices = batch.output_indices
             x, residual = layer.forward(x, residual, context)
@@ -555,7 +555,9 @@ class DecoderForCausalLM(CausalLM):
         normed: torch.Tensor = self.norm.forward(residual) if x is None else self.norm.forward_add(x, residual)
         if not self._reported:
             return normed
-        return torch.cat([normed, *(context.of_outputs(states[index]) for index in self._reported)], 1)
+        reported = [context.of_outputs(states[index]) for index in self._reported]
+        result: torch.Tensor = concat_columns([normed, *reported])
+        return result
 
     def report_states(self, layers: Sequence[int]) -> None:
         """As `CausalLM.report_states`: `forward` returns [T, H + n*H], its own result first."""

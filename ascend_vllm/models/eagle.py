@@ -28,6 +28,7 @@ from ascend_vllm.layers.linear import ReplicatedLinear
 from ascend_vllm.layers.norm import RMSNorm
 from ascend_vllm.layers.rotary import make_rotary_embedding
 from ascend_vllm.models.blocks import CausalLM, DecoderLayer, GatedMLP, RotaryAttention
+from ascend_vllm.ops.elementwise import concat_columns
 from ascend_vllm.ops.sampling import arg_max
 
 _EMBEDDING = "model.embed_tokens"
@@ -184,7 +185,7 @@ class EagleHead(DraftHead):
         """
         embedded, hidden = self._embedded(batch, hidden)
         context = ForwardContext(batch, kv_caches, backend, metadata, self.rotary.prepare(batch))
-        x, residual = None, self.fc.forward(torch.cat((embedded, hidden), 1))
+        x, residual = None, self.fc.forward(concat_columns([embedded, hidden]))
         for layer in self.decoder_layers:
             if layer is self.decoder_layers[-1]:
                 context.output_indices = batch.output_indices
@@ -212,7 +213,7 @@ class _MiddleLayer(Layer):
     def forward(self, embedded: torch.Tensor, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Embeddings and states, [T, H] each → [S, H]."""
         normed = self.hidden_norm.forward(hidden)
-        x = self.self_attn.forward(torch.cat((self.input_layernorm.forward(embedded), normed), 1), context)
+        x = self.self_attn.forward(concat_columns([self.input_layernorm.forward(embedded), normed]), context)
         # a copy, since norms add to the residual in place and the caller has the states
         residual = context.of_outputs(normed if self._norm_before_residual else hidden).clone()
         x = self.mlp.forward(self.post_attention_layernorm.forward_add(x, residual))

@@ -28,6 +28,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
         ascend_elementwise.rotary_embedding,
         ascend_elementwise.silu_and_mul,
         ascend_elementwise.gelu_and_mul,
+        ascend_elementwise.add_rows,
+        ascend_elementwise.concat_columns,
         ascend_experts.route_tokens,
         ascend_experts.grouped_experts_mlp,
         ascend_quantized.weight_only_linear,

@@ -1,9 +1,11 @@
-"""`ops.elementwise` on Ascend NPUs: norms, rotary embedding and gated activations.
+"""`ops.elementwise` on Ascend NPUs: norms, rotary embedding, gated activations and sums.
 
 Letters: T tokens, H hidden size, N heads, K key-value heads, D head size, F rotated part of it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -123,3 +125,11 @@ def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
     # float32 as in the reference; torch's gelu ignores `approximate` on NPUs
     gate, up = x.float().chunk(2, dim=-1)
     return (torch.ops.npu.npu_gelu(gate.contiguous(), approximate=approximate) * up).to(x.dtype)  # type: ignore[no-any-return]
+
+
+def add_rows(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x + y
+
+
+def concat_columns(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(parts), 1)

@@ -1,4 +1,4 @@
-"""Row-wise and element-wise ops: normalisation, rotary embedding, gated activations, conversion to float32.
+"""Row-wise and element-wise ops: normalisation, rotary embedding, gated activations, sums, conversion to float32.
 
 Everything is computed in float32 (float64 for float64 inputs) and rounded once to the dtype of the input.
 Letters: T tokens, H hidden size, N heads, K key-value heads, D head size, I intermediate size.
@@ -6,7 +6,7 @@ Letters: T tokens, H hidden size, N heads, K key-value heads, D head size, I int
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -246,6 +246,49 @@ def to_float32(x: torch.Tensor) -> torch.Tensor:
         [T, H] float32, contiguous.
     """
     return _wide(x).clone(memory_format=torch.contiguous_format)
+
+
+def _sum_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for seed, (rows, width) in enumerate(_ROW_SHAPES):
+        x = _randn(rows, width, dtype=dtype, seed=seed)
+        yield x, _randn(rows, width, dtype=dtype, seed=seed + 100, scale=4.0)
+    strided = _randn(6, 80, dtype=dtype, seed=30)
+    yield strided[:, :40], strided[:, 40:]
+
+
+@define_op(inputs=_sum_inputs, recordable=True)
+def add_rows(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """`x + y`.
+
+    Args:
+        x: [T, H] float; rows may be strided.
+        y: [T, H], dtype of x, likewise.
+
+    Returns:
+        [T, H], contiguous, dtype of x.
+    """
+    return (_wide(x) + _wide(y)).to(x.dtype)
+
+
+def _concat_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for seed, (rows, width) in enumerate(_ROW_SHAPES):
+        yield ([_randn(rows, width, dtype=dtype, seed=seed)],)
+        yield ([_randn(rows, width + other, dtype=dtype, seed=seed + other) for other in (1, 0, 5)],)
+    strided = _randn(6, 80, dtype=dtype, seed=30)
+    yield ([strided[:, 40:], strided[:, :40], strided[:, 3:4]],)
+
+
+@define_op(inputs=_concat_inputs, tolerance=0.0, recordable=True)
+def concat_columns(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Matrices beside each other, `torch.cat(parts, 1)`.
+
+    Args:
+        parts: one at least, [T, …] of one dtype; rows may be strided.
+
+    Returns:
+        [T, …], contiguous.
+    """
+    return torch.cat(list(parts), 1)
 
 
 load_native_library()

@@ -6,7 +6,6 @@ Letters: M slots, R rows of a step, W states that are kept of a slot, F their wi
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import Any
 
 import numpy as np
@@ -16,16 +15,6 @@ import torch
 from ascend_vllm.ops.native import LIBRARY_PATH, load_native_library
 
 Int64Array = npt.NDArray[np.int64]
-
-
-@functools.cache
-def _native() -> Any:
-    # releases no GIL, unlike CDLL
-    call = ctypes.PyDLL(str(LIBRARY_PATH)).ascend_vllm_keep_states
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    call.argtypes = [pointer, number, pointer, number, pointer, pointer, pointer, number, number, number]
-    call.restype = None
-    return call
 
 
 def copy_states(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -41,36 +30,58 @@ def copy_states(target: torch.Tensor, source: torch.Tensor) -> None:
         target[: len(source)] = source
 
 
-def keep_states(
-    slots: Int64Array,
-    states: torch.Tensor,
-    kept: torch.Tensor,
-    counts: Int64Array,
-    positions: Int64Array,
-    most: int,
-    lapsed: int,
-) -> bool:
-    """Copies one state of each row behind those that are kept of its slot.
+class _Arguments(ctypes.Structure):
+    """The struct of csrc_ascend/cpu/bind/kept_states.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("slots", "kept", "counts", "positions")),
+        *((name, ctypes.c_int64) for name in ("bytes", "keeping", "most", "lapsed")),
+    )
+
+
+class StateKeeper:
+    """Copies hidden states of rows behind those that are kept of their slots.
 
     Where there is no room, the slot's entry of `positions` becomes `lapsed`; slots with this entry keep nothing.
 
     Args:
-        slots: [R], each at most once.
-        states: [R, F].
-        kept: [M'*W, F] of the same dtype, of the first M' slots; written.
-        counts: [M] states that are kept; written.
-        positions: [M]; written.
+        kept: [M'*W, F], of the first M' slots; written, as all that follow, which must stay where they are.
+        counts: [M] states that are kept.
+        positions: [M].
         most: W.
         lapsed: see above.
-
-    Returns:
-        Whether it was done: it needs the library, and contiguous tensors in host memory.
     """
-    is_plain = states.is_contiguous() and states.device.type == "cpu" and slots.flags.c_contiguous
-    if not is_plain or not load_native_library():
-        return False
-    num_bytes = states.shape[1] * states.element_size()
-    pointers = (kept.data_ptr(), counts.ctypes.data, positions.ctypes.data)
-    sizes = (kept.shape[0] // most, most, lapsed)
-    _native()(slots.ctypes.data, len(slots), states.data_ptr(), num_bytes, *pointers, *sizes)
-    return True
+
+    def __init__(self, kept: torch.Tensor, counts: Int64Array, positions: Int64Array, most: int, lapsed: int) -> None:
+        self._keep: Any = None
+        # of contiguous tensors in host memory; it needs the library
+        if kept.is_cpu and kept.is_contiguous() and load_native_library():
+            # releases no GIL, unlike CDLL
+            self._keep = ctypes.PyDLL(str(LIBRARY_PATH)).ascend_vllm_keep_states
+            self._keep.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+            self._keep.restype = None
+        self._dtype, self._width = kept.dtype, kept.shape[1]
+        self._slots = np.zeros_like(counts)
+        # kept, since addresses do not keep arrays alive
+        self._memory = (kept, counts, positions)
+        addresses = (self._slots.ctypes.data, kept.data_ptr(), counts.ctypes.data, positions.ctypes.data)
+        sizes = (kept.shape[1] * kept.element_size(), kept.shape[0] // most, most, lapsed)
+        self._arguments = _Arguments(*addresses, *sizes)
+        self._address = ctypes.addressof(self._arguments)
+
+    def keep(self, slots: Int64Array, states: torch.Tensor) -> bool:
+        """Keeps one state of each row.
+
+        Args:
+            slots: [R], each at most once.
+            states: [R, F].
+
+        Returns:
+            Whether it was done: `states` must be like `kept`, and contiguous.
+        """
+        is_like = states.is_cpu and states.is_contiguous() and states.dtype == self._dtype
+        if self._keep is None or not is_like or states.shape[1] != self._width:
+            return False
+        self._slots[: len(slots)] = slots
+        self._keep(self._address, len(slots), states.data_ptr())
+        return True

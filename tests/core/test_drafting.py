@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import types
 from typing import Any
 
 import numpy as np
@@ -165,6 +167,23 @@ def test_requests_have_no_drafts_while_reading_is_not_paid_for(method: Speculati
     assert second.may_run_ahead
     # by steps of the second alone, too
     read(drafting, second, 10.0, 0.0)
+    assert enrolled_and_begun(drafting).drafts_up_to > 0
+
+
+def test_looking_at_steps_is_paid_for_like_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0.0, 0.1)
+    monkeypatch.setattr("ascend_vllm.core.drafting.time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    drafting = make(SpeculativeMethod.EAGLE)
+    first = enrolled_and_begun(drafting)
+    read(drafting, first, 1.0, 0.0)
+    assert enrolled_and_begun(drafting).drafts_up_to > 0
+    # books what the step before took to look at: a tenth, of which a hundredth was earned
+    read(drafting, first, 1.0, 0.0)
+    assert enrolled_and_begun(drafting).drafts_up_to == 0
+    # steps of other requests are not looked at
+    other = enrolled(drafting)
+    other.draft_record = None
+    read(drafting, other, 20.0, 0.0)
     assert enrolled_and_begun(drafting).drafts_up_to > 0
 
 

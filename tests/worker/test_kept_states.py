@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ascend_vllm.ops.kept_states import copy_states, keep_states
+from ascend_vllm.ops.kept_states import StateKeeper, copy_states
 from ascend_vllm.ops.native import load_native_library
 
 NUM_SLOTS, KEEPING, MOST, WIDTH, LAPSED = 6, 4, 3, 5, -1
@@ -19,10 +19,11 @@ def test_states_are_kept_while_there_is_room(dtype: torch.dtype) -> None:
     kept = torch.zeros(KEEPING * MOST, WIDTH, dtype=dtype)
     counts, positions = np.zeros(NUM_SLOTS, np.int64), np.full(NUM_SLOTS, 7)
     positions[1] = LAPSED
+    keeper = StateKeeper(kept, counts, positions, MOST, LAPSED)
     expected: dict[int, list[torch.Tensor]] = {slot: [] for slot in range(NUM_SLOTS)}
     for slots in ([0, 2, 5], [2, 1, 3], [2, 0], [3, 2]):
         states = torch.randn(len(slots), WIDTH, generator=generator).to(dtype)
-        assert keep_states(np.array(slots), states, kept, counts, positions, MOST, LAPSED)
+        assert keeper.keep(np.array(slots), states)
         for slot, state in zip(slots, states, strict=True):
             expected[slot].append(state)
     # slot 1 had lapsed, slot 5 is not among those that are kept, slot 2 has had one too many
@@ -34,10 +35,13 @@ def test_states_are_kept_while_there_is_room(dtype: torch.dtype) -> None:
 
 
 def test_it_needs_contiguous_tensors_of_the_host() -> None:
-    counts = np.zeros(2, np.int64)
-    states, kept = torch.zeros(4, 2).T, torch.zeros(4, 4)
-    assert not keep_states(np.array([0, 1]), states, kept, counts, counts.copy(), 2, LAPSED)
-    assert not keep_states(np.array([0, 1]), states.contiguous().to("meta"), kept, counts, counts.copy(), 2, LAPSED)
+    counts, slots, kept = np.zeros(2, np.int64), np.array([0, 1]), torch.zeros(4, 4)
+    keeper = StateKeeper(kept, counts, counts.copy(), 2, LAPSED)
+    states = torch.zeros(4, 2).T
+    for wrong in (states, states.contiguous().to("meta"), torch.zeros(2, 4).half(), torch.zeros(2, 3)):
+        assert not keeper.keep(slots, wrong)
+    elsewhere = StateKeeper(kept.to("meta"), counts, counts.copy(), 2, LAPSED)
+    assert not elsewhere.keep(slots, states.contiguous())
     assert not counts.any()
 
 

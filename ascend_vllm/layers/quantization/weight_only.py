@@ -17,6 +17,7 @@ from ascend_vllm.errors import ConfigError, ModelLoadError
 from ascend_vllm.layers.base import WeightSlot
 from ascend_vllm.layers.quantization.base import LinearLayer, LinearOutput, QuantMethod
 from ascend_vllm.layers.quantization.tensor_parts import KeptPart, TensorPart, stray_bias_slots
+from ascend_vllm.ops.elementwise import concat_columns
 from ascend_vllm.ops.gemm import GATED_ACTIVATIONS
 from ascend_vllm.ops.quantized_gemm import GROUP_MULTIPLE, MIDDLES, QuantizedPanels
 from ascend_vllm.ops.quantized_weights import CODED_FORMS, CodedWeight
@@ -125,7 +126,7 @@ class WeightOnlyLinear(QuantMethod):
     def apply(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
         if len(self._blocks) == 1:
             return self._blocks[0](x, layer.bias)
-        results = torch.cat([block(x, None) for block in self._blocks], dim=1)
+        results: torch.Tensor = concat_columns([block(x, None) for block in self._blocks])
         return results if layer.bias is None else results.add_(layer.bias)
 
     def apply_gated(self, layer: LinearLayer, x: torch.Tensor, activation: str) -> torch.Tensor:

@@ -144,7 +144,6 @@ class ChainProposer(abc.ABC):
             row lacks anything, or nothing is wanted.
         """
 
-    @torch.inference_mode()
     def propose(self, step: ComputedStep) -> Int32Array | None:
         """As `Proposer.propose`."""
         begin = time.perf_counter()

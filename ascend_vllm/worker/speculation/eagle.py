@@ -20,7 +20,7 @@ from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.models.eagle import DraftHead
-from ascend_vllm.ops.kept_states import keep_states
+from ascend_vllm.ops.kept_states import StateKeeper
 from ascend_vllm.types.step import SchedulerOutput
 from ascend_vllm.worker.input_batch import InputBatch, upload
 from ascend_vllm.worker.sampling.columns import Int64Array, ragged_arange
@@ -44,14 +44,17 @@ class KeptStates:
 
     Args:
         num_slots: M.
+        num_read: [M], see `EagleProposer`; slots that have lapsed keep nothing.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, num_read: Int64Array) -> None:
+        self._num_read = num_read
         self.num_slots = min(num_slots, _MOST_KEEPING)
         # [M] int64, host: how many there are
         self.counts = np.zeros(num_slots, np.int64)
         # [M*W, F]; None: there have been none
         self._states: torch.Tensor | None = None
+        self._keeper: StateKeeper | None = None
 
     def has_room(self, slots: Int64Array, counts: Int64Array) -> npt.NDArray[np.bool_]:
         """[R] bool: so many more of the row can be kept."""
@@ -59,26 +62,26 @@ class KeptStates:
 
     def add(self, slots: Int64Array, counts: Int64Array, states: torch.Tensor) -> None:
         """Keeps states [T, F], so many of each slot, for which there is room."""
-        if self._states is None:
-            self._states = states.new_zeros(self.num_slots * _MOST_KEPT, states.shape[1])
+        kept = self._memory_for(states) if self._states is None else self._states
         places = ragged_arange(slots * _MOST_KEPT + self.counts[slots], counts)
-        self._states.index_copy_(0, upload(places, states.device), states)
+        kept.index_copy_(0, upload(places, states.device), states)
         self.counts[slots] += counts
 
-    def add_one_each(self, slots: Int64Array, states: torch.Tensor, num_read: Int64Array) -> bool:
+    def add_one_each(self, slots: Int64Array, states: torch.Tensor) -> bool:
         """Keeps states [R, F], one of each slot, as far as there is room; slots without room lapse.
-
-        Args:
-            slots: [R].
-            states: [R, F].
-            num_read: [M], see `EagleProposer`; slots that have lapsed keep nothing.
 
         Returns:
             Whether it was done: it is one native call, for which tensors must be in host memory.
         """
-        if self._states is None:
-            self._states = states.new_zeros(self.num_slots * _MOST_KEPT, states.shape[1])
-        return keep_states(slots, states, self._states, self.counts, num_read, _MOST_KEPT, _LAPSED)
+        if self._keeper is None:
+            kept = self._memory_for(states) if self._states is None else self._states
+            self._keeper = StateKeeper(kept, self.counts, self._num_read, _MOST_KEPT, _LAPSED)
+        return self._keeper.keep(slots, states)
+
+    def _memory_for(self, states: torch.Tensor) -> torch.Tensor:
+        """Makes room for states like these."""
+        self._states = states.new_zeros(self.num_slots * _MOST_KEPT, states.shape[1])
+        return self._states
 
     def take(self, slots: Int64Array, counts: Int64Array, states: torch.Tensor) -> torch.Tensor:
         """Hidden states of each slot, first those that were kept, which are no longer kept then.
@@ -121,9 +124,9 @@ class EagleProposer(ChainProposer):
     def __init__(self, drafter: Drafter, batch: InputBatch, sampler: Sampler, head: DraftHead) -> None:
         super().__init__(drafter, batch, sampler)
         self._head = head
-        self._kept = KeptStates(len(batch.num_tokens))
         # [M] int64, host: positions that the head has read, or _LAPSED
         self._num_read = np.zeros(len(batch.num_tokens), np.int64)
+        self._kept = KeptStates(len(batch.num_tokens), self._num_read)
 
     def apply(self, step: SchedulerOutput) -> None:
         """New rows have what is cached of them: KV of a head that has not read it costs acceptance only."""
@@ -140,7 +143,7 @@ class EagleProposer(ChainProposer):
         assert step.hidden is not None
         # nearly every step while there are no drafts
         is_plain = step.max_drafts == 0 and step.batch.max_query_len == 1
-        if is_plain and self._kept.add_one_each(step.slots, step.hidden, self._num_read):
+        if is_plain and self._kept.add_one_each(step.slots, step.hidden):
             return None
         batch, slots, first = self._batch, step.slots, step.batch.query_start[:-1].astype(np.int64)
         starts = step.batch.positions[first]

@@ -2,20 +2,31 @@
 #include <cstdint>
 #include <cstring>
 
-// One state of `bytes` of each of `rows` slots, which is copied behind those that are kept of the slot:
-// `counts` of at most `most`, for the slots below `keeping`. Where there is no room, the slot's entry of
-// `positions` becomes `lapsed`; slots with this entry keep nothing.
-extern "C" __attribute__((visibility("default"))) void ascend_vllm_keep_states(
-    const int64_t* slots, int64_t rows, const char* states, int64_t bytes, char* kept, int64_t* counts,
-    int64_t* positions, int64_t keeping, int64_t most, int64_t lapsed) {
+namespace {
+
+struct KeptStates {
+  const int64_t* slots;                  // [rows]
+  char* kept;                            // [keeping, most] states, of the slots below `keeping`
+  int64_t* counts;                       // by slot: states that are kept
+  int64_t* positions;                    // by slot
+  int64_t bytes, keeping, most, lapsed;  // `bytes` of a state
+};
+
+}  // namespace
+
+// Copies a state of each row behind those that are kept of its slot. Where there is no room, the slot's entry
+// of `positions` becomes `lapsed`; slots with this entry keep nothing.
+extern "C" __attribute__((visibility("default"))) void ascend_vllm_keep_states(const KeptStates* a,
+                                                                               int64_t rows,
+                                                                               const char* states) {
   for (int64_t r = 0; r < rows; ++r) {
-    const int64_t slot = slots[r];
-    if (positions[slot] == lapsed) continue;
-    if (slot >= keeping || counts[slot] >= most) {
-      positions[slot] = lapsed;
+    const int64_t slot = a->slots[r];
+    if (a->positions[slot] == a->lapsed) continue;
+    if (slot >= a->keeping || a->counts[slot] >= a->most) {
+      a->positions[slot] = a->lapsed;
       continue;
     }
-    std::memcpy(kept + (slot * most + counts[slot]) * bytes, states + r * bytes, bytes);
-    ++counts[slot];
+    std::memcpy(a->kept + (slot * a->most + a->counts[slot]) * a->bytes, states + r * a->bytes, a->bytes);
+    ++a->counts[slot];
   }
 }

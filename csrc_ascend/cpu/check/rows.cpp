@@ -4,6 +4,7 @@
 #include "cpu/check/check.h"
 #include "cpu/check/plain.h"
 #include "cpu/kernels/activation.h"
+#include "cpu/kernels/columns.h"
 #include "cpu/kernels/gather_rows.h"
 #include "cpu/kernels/latent_store.h"
 #include "cpu/kernels/norm.h"
@@ -91,6 +92,33 @@ ASCEND_VLLM_CHECK(fused_add_rms_norm) {
           const double normal = to_float(sums[at]) * factor, w = to_float(weight[i]);
           own.near(x[at], normal * w, (8 * kSingle + kRounding<T>)*std::abs(normal * w), at);
         }
+      }
+    }
+  });
+}
+
+ASCEND_VLLM_CHECK(columns) {
+  for_dtypes([](auto tag) {
+    using T = decltype(tag);
+    for (const int64_t width : kWidths) {
+      const int64_t rows = 4, x_stride = width + 2, y_stride = width + 5;
+      Random random(width);
+      const auto x = numbers<T>(random, rows * x_stride), y = numbers<T>(random, rows * y_stride, 3.0);
+      std::vector<T> sums(rows * width), both(rows * 2 * width);
+      add_rows_kernel({kDType<T>, x.data(), y.data(), sums.data(), rows, x_stride, y_stride, width});
+      const auto bytes = [](int64_t size) { return size * static_cast<int64_t>(sizeof(T)); };
+      char* out = reinterpret_cast<char*>(both.data());
+      copy_rows_kernel({reinterpret_cast<const char*>(sums.data()), out, rows, bytes(width), bytes(2 * width),
+                        bytes(width)});
+      copy_rows_kernel({reinterpret_cast<const char*>(x.data()), out + bytes(width), rows, bytes(x_stride),
+                        bytes(2 * width), bytes(width)});
+      Case own("columns", shape_of<T>({rows, width}));
+      for (int64_t i = 0; i < rows * width; ++i) {
+        const int64_t r = i / width, c = i % width;
+        const T one = x[r * x_stride + c], other = y[r * y_stride + c];
+        own.equal(to_float(sums[i]), to_float(from_float<T>(to_float(one) + to_float(other))), i);
+        own.equal(to_float(both[2 * r * width + c]), to_float(sums[i]), i);
+        own.equal(to_float(both[(2 * r + 1) * width + c]), to_float(one), i);
       }
     }
   });
