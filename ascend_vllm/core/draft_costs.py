@@ -43,6 +43,8 @@ _DRAFTING_FOR_EACH, _MOST_DRAFTING = 16, 256
 _DECISION_STEPS = 8
 # most plain steps after which it is looked again whether drafts would be right
 _MOST_WATCH_STEPS = 64
+# plain steps after which it is looked again whether drafts can be watched that could not be paid for
+_LATE_STEPS = 16
 # what is known of steps of a size is worked out again after each of the first ones
 _FEW_NOTES = 3
 # share of a plain step that proposing may take for all drafts to be watched, not only the first one
@@ -145,6 +147,14 @@ class DraftCosts:
     def is_drafting(self) -> bool:
         """Whether rows are to have drafts."""
         return self._mode is _Mode.DRAFTING
+
+    @property
+    def num_steps_unwatched(self) -> int:
+        """How many plain steps come at least before one that asks for drafts, as far as that matters."""
+        if self._mode is not _Mode.PLAIN or self.num_wanted or self.decides:
+            return 0
+        # what has not been earned when it is due is looked for now and then
+        return self._steps_left - 1 if self._steps_left > 0 else _LATE_STEPS
 
     @property
     def _num_to_watch(self) -> int:

@@ -34,6 +34,8 @@ _WEIGHT_OF_ALL = 2.0
 _FIRST_RIGHT, _FIRST_WRONG = 2.0, 3.0
 # a draft is never quite impossible
 _LEAST_CHANCE = 1e-3
+# most steps without drafts that are noted together
+_MOST_WAITING = 16
 
 
 class Drafting:
@@ -45,6 +47,7 @@ class Drafting:
     Attributes:
         max_drafts: most drafts that a step asks for per row; 0: nothing is drafted.
         num_lookahead_tokens: see `SpeculativeConfig`.
+        looks: whether steps are looked at: some request that runs may have drafts, or something is to be decided.
         stats: totals since the start; None: nothing is drafted.
     """
 
@@ -52,6 +55,7 @@ class Drafting:
         self._config = config
         self.max_drafts = 0 if config is None else config.num_speculative_tokens
         self.num_lookahead_tokens = 0 if config is None else config.num_lookahead_tokens
+        self.looks = config is not None
         self.stats: DraftStats | None = None
         # None: nothing is drafted, or all rows have drafts whatever they cost
         self._costs: DraftCosts | None = None
@@ -62,8 +66,13 @@ class Drafting:
                 self._costs = DraftCosts(config.num_speculative_tokens)
         # of all rows
         self._record = DraftRecord(_FIRST_RIGHT, _FIRST_WRONG)
+        # requests that have begun, are not finished, and may have drafts
+        self._request_ids: set[str] = set()
         # in the step whose output is being taken
         self._num_accepted = 0
+        # steps without drafts that are not noted yet: rows, seconds since the outputs of the step before and of the
+        # step itself, what reading took of both, and seconds of a token in steps with prompts
+        self._waiting: list[tuple[int, float, float, float, float]] = []
 
     @property
     def is_drafting(self) -> bool:
@@ -94,11 +103,18 @@ class Drafting:
         """
         if self._costs is None or request.draft_record is None:
             return
+        self._note_waiting(self._costs)
         if self._reads and not self._costs.takes_request(num_rows, request.num_tokens):
             request.drafts_up_to, request.draft_record = 0, None
             self._set_drafts(request, [])
             return
         self._costs.note_request()
+        self._request_ids.add(request.request_id)
+        self.looks = True
+
+    def end(self, request: Request) -> None:
+        """Forgets a request that is finished."""
+        self._request_ids.discard(request.request_id)
 
     def ask(self, step: SchedulerOutput, made: StepInFlight) -> None:
         """Asks for drafts with a new step's output, if any are wanted."""
@@ -134,13 +150,20 @@ class Drafting:
         if self._config is None:
             return
         costs = self._costs
-        has_no_drafts = not (made.num_asked or made.num_drafts or self.is_drafting)
-        if costs is not None and has_no_drafts and all(row.draft_record is None for row in made.rows):
-            # all requests have begun while reading was not paid for: there is nothing else to find out. The loop ends
-            # at the first of the others, and spares what comes below
-            costs.note_idle(len(made.rows), times.last_step_s)
-            return
+        if costs is not None and not (made.num_asked or made.num_drafts or (self.looks and costs.is_drafting)):
+            if not self._request_ids:
+                # all requests have begun while reading was not paid for: there is nothing else to find out
+                self.looks = bool(costs.num_wanted or costs.decides)
+                costs.note_idle(len(made.rows), times.last_step_s)
+                return
+            if self._may_wait(costs, made, rows):
+                self._waiting.append(
+                    (len(made.rows), times.since_last_s, times.last_step_s, output.draft_s, times.token_s)
+                )
+                return
         begin = time.perf_counter()
+        if costs is not None:
+            self._note_waiting(costs)
         drafts: Sequence[list[int]] = [[]] * len(rows)
         if output.drafts is not None:
             counts = (output.drafts != NO_DRAFT).sum(axis=1).tolist()
@@ -157,6 +180,25 @@ class Drafting:
         if costs is not None and not is_drafting:
             # what this takes while rows have drafts is part of the next step
             costs.note_taking(time.perf_counter() - begin)
+
+    def _may_wait(self, costs: DraftCosts, made: StepInFlight, rows: Sequence[Request]) -> bool:
+        """Whether a step without drafts can be noted later, with others: alone it takes four times as long.
+
+        Nothing is to be decided before, and nothing of its rows changes.
+        """
+        if len(self._waiting) >= min(costs.num_steps_unwatched, _MOST_WAITING):
+            return False
+        if made.num_chunk_tokens or made.num_prompt_tokens or made.was_drafting:
+            return False
+        return all(row.may_run_ahead and not row.drafts for row in rows)
+
+    def _note_waiting(self, costs: DraftCosts) -> None:
+        """Notes the steps that have waited for it, in their order."""
+        waiting, self._waiting = self._waiting, []
+        for num_rows, since_last_s, last_step_s, read_s, token_s in waiting:
+            costs.advance(num_rows, 0)
+            costs.note(DecodingStep(num_rows, 0, 0, 0, False, max(0.0, since_last_s - read_s), 0.0), token_s)
+            costs.note_reading(num_rows, last_step_s, read_s)
 
     def _note_step(
         self, costs: DraftCosts, made: StepInFlight, output: StepOutput, times: ChunkSizeController

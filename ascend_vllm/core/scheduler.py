@@ -232,6 +232,7 @@ class Scheduler:
     def _free_request(self, request: Request) -> None:
         """Frees slots and blocks of a finished request; `rows.running` may still have rows of a beam search."""
         del self.requests[request.request_id]
+        self._drafting.end(request)
         if request.parent_id is not None:
             children = self._preemption.num_children
             children[request.parent_id] -= 1
@@ -279,7 +280,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if no row can compute. Its tokens count as computed from now on."""
         drafting = self._drafting
-        if self._in_flight and drafting.max_drafts and drafting.is_drafting:
+        if self._in_flight and drafting.looks and drafting.is_drafting:
             # the rows' next tokens are not known, and apart from them new ones would stay in steps of their own
             return None
         now = time.monotonic()
@@ -312,7 +313,7 @@ class Scheduler:
             return None
         self._step_id += 1
         step = builder.finish()
-        if self._drafting.max_drafts:
+        if self._drafting.looks:
             self._drafting.ask(step, builder.in_flight)
         self.rows.add_updates(step)
         self._in_flight.append(builder.in_flight)

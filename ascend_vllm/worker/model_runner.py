@@ -199,9 +199,7 @@ class ModelRunner:
             states = None if only_outputs else of_all
             computed = ComputedStep(host_batch, slots, num_scheduled, states, step.max_drafts)
         if len(sampling_slots) == 0:
-            begin = time.perf_counter()
-            self._propose(computed)
-            draft_s = time.perf_counter() - begin
+            _, draft_s, _ = self._propose(computed)
             return _nothing_sampled(step.step_id, [prompt.fetch() for prompt in prompts], draft_s)
         if len(host_batch.logits_indices) < len(hidden):
             hidden = hidden[batch.logits_indices]
@@ -226,9 +224,7 @@ class ModelRunner:
         else:
             table = self._batch.accept(sampling_slots, num_places, token_ids)
             logprobs = None if logprobs is None else by_place(logprobs, num_places)
-        begin = time.perf_counter()
-        drafts = self._propose(computed)
-        draft_s = time.perf_counter() - begin
+        drafts, draft_s, read_s = self._propose(computed)
         return StepOutput(
             step_id=step.step_id,
             slots=sampling_slots.astype(np.int32),
@@ -237,12 +233,20 @@ class ModelRunner:
             prompt_logprobs=[prompt.fetch() for prompt in prompts],
             drafts=drafts,
             draft_s=draft_s,
-            read_s=0.0 if self._proposer is None else min(self._proposer.read_s, draft_s),
+            read_s=read_s,
         )
 
-    def _propose(self, computed: ComputedStep | None) -> Int32Array | None:
-        """[S, k] drafts of the rows that sampled; None: there are none, as without rows that may have any."""
-        return None if self._proposer is None or computed is None else self._proposer.propose(computed)
+    def _propose(self, computed: ComputedStep | None) -> tuple[Int32Array | None, float, float]:
+        """[S, k] drafts of the rows that sampled, and `StepOutput.draft_s` and `read_s`.
+
+        Without a step there are none, as without rows that may have any.
+        """
+        if self._proposer is None or computed is None:
+            return None, 0.0, 0.0
+        begin = time.perf_counter()
+        drafts = self._proposer.propose(computed)
+        draft_s = time.perf_counter() - begin
+        return drafts, draft_s, min(self._proposer.read_s, draft_s)
 
     def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, H] of the step's tokens, or [S, H] of `ForwardBatch.output_indices`.

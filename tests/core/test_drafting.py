@@ -222,11 +222,36 @@ def test_rows_that_never_draft_count_in_what_a_step_costs(monkeypatch: pytest.Mo
     seen: list[tuple[int, list[float]]] = []
     monkeypatch.setattr(costs, "decide", lambda chances, shares: seen.append((len(chances), shares.tolist())))
     costs._enter(costs._mode.MEASURING, 1, 0)
-    drafted, *plain = (enrolled(drafting) for _ in range(3))
+    drafted, plain = enrolled_and_begun(drafting), [enrolled(drafting) for _ in range(2)]
     for row in plain:
         row.draft_record = None
     step(drafting, [plain[0], drafted, plain[1]], [[], [], []])
     assert seen == [(3, [0.0, 1.0, 0.0])]
+
+
+def test_steps_are_looked_at_while_a_request_may_have_drafts() -> None:
+    drafting = make(SpeculativeMethod.EAGLE)
+    first = enrolled_and_begun(drafting)
+    plain = enrolled(drafting)
+    plain.draft_record = None
+    step(drafting, [first, plain], [[], []])
+    assert drafting.looks
+    drafting.end(first)
+    for _ in range(3):
+        step(drafting, [plain], [[]], num_asked=0)
+    assert not drafting.looks
+    # as if it had been preempted
+    second = enrolled_and_begun(drafting)
+    step(drafting, [plain], [[]], num_asked=0)
+    assert drafting.looks
+    drafting.end(second)
+    drafting.end(second)
+    step(drafting, [plain], [[]], num_asked=0)
+    assert not drafting.looks
+    # how many rows have drafts by --speculative-disable-by-batch-size does not depend on what they cost
+    always = make(SpeculativeMethod.EAGLE, disable_by_batch_size=2)
+    step(always, [plain], [[]])
+    assert always.looks
 
 
 def test_without_speculation_nothing_is_asked_for() -> None:
