@@ -26,6 +26,10 @@ class Moody(DraftCosts):
         self._drafts_now = False
 
     @property
+    def num_steps_unwatched(self) -> int:
+        return 0
+
+    @property
     def is_drafting(self) -> bool:
         return self._drafts_now
 

@@ -229,6 +229,40 @@ def test_rows_that_never_draft_count_in_what_a_step_costs(monkeypatch: pytest.Mo
     assert seen == [(3, [0.0, 1.0, 0.0])]
 
 
+@pytest.mark.parametrize("num_steps", [0, 1, 5, 16, 17, 90])
+def test_steps_that_are_noted_together_count_as_those_noted_one_by_one(
+    num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is known of costs when the next request begins, and which steps asked for drafts until then."""
+
+    def known(drafting: Drafting) -> tuple[Any, ...]:
+        costs = drafting._costs
+        assert costs is not None
+        row, times, end, asked = enrolled_and_begun(drafting), ChunkSizeController(None, 1), 1.0, []
+        row.num_tokens = 10
+        ids = np.zeros((1, 1), np.int64)
+        for number in range(num_steps):
+            made, step = StepInFlight([0], [row], end), SchedulerOutput(0, [], [], [], [], [])
+            drafting.ask(step, made)
+            asked.append(step.max_drafts)
+            table = np.full((1, step.max_drafts), 9, np.int32) if step.max_drafts else None
+            seconds = 1.0 + 0.25 * (number % 3)
+            times.note(end, end + seconds, 0, 0)
+            end += seconds
+            output = StepOutput(0, ids[:, 0].astype(np.int32), ids, drafts=table, draft_s=0.125, read_s=0.125)
+            drafting.take(made, [row], output, times)
+        enrolled_and_begun(drafting)
+        account = costs._account
+        return asked, costs._num_steps, costs._plain.at(1), account.earned_s, account.reading._left_s
+
+    clock = types.SimpleNamespace(perf_counter=lambda: 0.0)
+    monkeypatch.setattr("ascend_vllm.core.drafting.time", clock)
+    together = known(make(SpeculativeMethod.EAGLE))
+    monkeypatch.setattr("ascend_vllm.core.drafting._MOST_WAITING", 0)
+    assert known(make(SpeculativeMethod.EAGLE)) == together
+    assert together[1] == num_steps
+
+
 def test_steps_are_looked_at_while_a_request_may_have_drafts() -> None:
     drafting = make(SpeculativeMethod.EAGLE)
     first = enrolled_and_begun(drafting)
