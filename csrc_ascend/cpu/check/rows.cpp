@@ -97,31 +97,37 @@ ASCEND_VLLM_CHECK(fused_add_rms_norm) {
   });
 }
 
-ASCEND_VLLM_CHECK(columns) {
+ASCEND_VLLM_CHECK(add_rows) {
   for_dtypes([](auto tag) {
     using T = decltype(tag);
     for (const int64_t width : kWidths) {
       const int64_t rows = 4, x_stride = width + 2, y_stride = width + 5;
       Random random(width);
       const auto x = numbers<T>(random, rows * x_stride), y = numbers<T>(random, rows * y_stride, 3.0);
-      std::vector<T> sums(rows * width), both(rows * 2 * width);
-      add_rows_kernel({kDType<T>, x.data(), y.data(), sums.data(), rows, x_stride, y_stride, width});
-      const auto bytes = [](int64_t size) { return size * static_cast<int64_t>(sizeof(T)); };
-      char* out = reinterpret_cast<char*>(both.data());
-      copy_rows_kernel({reinterpret_cast<const char*>(sums.data()), out, rows, bytes(width), bytes(2 * width),
-                        bytes(width)});
-      copy_rows_kernel({reinterpret_cast<const char*>(x.data()), out + bytes(width), rows, bytes(x_stride),
-                        bytes(2 * width), bytes(width)});
-      Case own("columns", shape_of<T>({rows, width}));
+      std::vector<T> out(rows * width);
+      add_rows_kernel({kDType<T>, x.data(), y.data(), out.data(), rows, x_stride, y_stride, width});
+      Case own("add_rows", shape_of<T>({rows, width}));
       for (int64_t i = 0; i < rows * width; ++i) {
         const int64_t r = i / width, c = i % width;
-        const T one = x[r * x_stride + c], other = y[r * y_stride + c];
-        own.equal(to_float(sums[i]), to_float(from_float<T>(to_float(one) + to_float(other))), i);
-        own.equal(to_float(both[2 * r * width + c]), to_float(sums[i]), i);
-        own.equal(to_float(both[(2 * r + 1) * width + c]), to_float(one), i);
+        const float sum = to_float(x[r * x_stride + c]) + to_float(y[r * y_stride + c]);
+        own.equal(to_float(out[i]), to_float(from_float<T>(sum)), i);
       }
     }
   });
+}
+
+ASCEND_VLLM_CHECK(copy_rows) {
+  for (const int64_t width : kWidths) {
+    const int64_t rows = 4, stride = width + 3, out_stride = width + 1;
+    std::vector<char> x(rows * stride), out(rows * out_stride, 'x');
+    for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<char>(i % 101);
+    copy_rows_kernel({x.data(), out.data(), rows, stride, out_stride, width});
+    Case own("copy_rows", "bytes " + std::to_string(width));
+    for (int64_t i = 0; i < rows * out_stride; ++i) {
+      const int64_t r = i / out_stride, c = i % out_stride;
+      own.equal(out[i], c < width ? x[r * stride + c] : 'x', i);
+    }
+  }
 }
 
 ASCEND_VLLM_CHECK(layer_norm) {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,11 +44,13 @@ def cases(session: Session) -> list[Case]:
     return found
 
 
-def _copies(arguments: tuple[Any, ...], device: str, dtype: torch.dtype | None = None) -> list[Any]:
-    """Copies, contiguous; floats become `dtype` if one is given."""
+def _copies(arguments: Sequence[Any], device: str, dtype: torch.dtype | None = None) -> list[Any]:
+    """Copies, contiguous, also of tensors in lists; floats become `dtype` if one is given."""
     return [
         argument.to(device, dtype if argument.is_floating_point() else None, copy=True)
         if isinstance(argument, torch.Tensor)
+        else _copies(argument, device, dtype)
+        if isinstance(argument, list)
         else argument
         for argument in arguments
     ]
@@ -82,11 +85,16 @@ def _run_inputs(session: Session, spec: OpSpec, dtype: torch.dtype) -> Result:
         for index, arguments in enumerate(spec.inputs(dtype)):
             plain = _plain_rotary(arguments) if spec.name == "rotary_embedding" else None
             error, allowed = _compare_op(spec, arguments, plain)
-            if number < 0 or error / allowed > worst[0] / worst[1]:
+            if number < 0 or _share(error, allowed) > _share(*worst):
                 worst, number = (error, allowed), index
     result = Result.compared(*worst, {})
     message = f"input {number}: {result.message}" if result.message else ""
     return Result(result.status, result.numbers, {"calls": ", ".join(calls)}, message)
+
+
+def _share(error: float, allowed: float) -> float:
+    """An error as a share of what is allowed, which may be nothing."""
+    return error / allowed if allowed else math.inf if error else 0.0
 
 
 def _plain_rotary(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
