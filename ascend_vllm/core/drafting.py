@@ -151,8 +151,9 @@ class Drafting:
             return
         costs = self._costs
         if costs is not None and not (made.num_asked or made.num_drafts or (self.looks and costs.is_drafting)):
-            if not self._request_ids:
-                # all requests have begun while reading was not paid for: there is nothing else to find out
+            if not (self._request_ids or output.draft_s):
+                # all requests have begun while reading was not paid for: there is nothing else to find out. One that
+                # ended with this step may have cost something in it
                 self.looks = bool(costs.num_wanted or costs.decides)
                 costs.note_idle(len(made.rows), times.last_step_s)
                 return

@@ -170,6 +170,14 @@ def test_requests_have_no_drafts_while_reading_is_not_paid_for(method: Speculati
     assert enrolled_and_begun(drafting).drafts_up_to > 0
 
 
+def test_requests_that_end_with_their_first_token_pay_for_what_was_read() -> None:
+    drafting = make(SpeculativeMethod.EAGLE)
+    only = enrolled_and_begun(drafting)
+    drafting.end(only)
+    read(drafting, only, 1.0, 0.1)
+    assert enrolled_and_begun(drafting).drafts_up_to == 0
+
+
 def test_looking_at_steps_is_paid_for_like_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(0.0, 0.1)
     monkeypatch.setattr("ascend_vllm.core.drafting.time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
