@@ -16,6 +16,12 @@
 Each row has a server with drafts; one without, or the peer, is measured in turns with it, with the same prompts and
 seeds, new in each round. Readings are output tokens per second.
 
+What drafts cost where they do not pay is a few percent at most, and two starts of one server differ by as much. So
+short readings, many rounds and several starts tell it best, by the mean of the ratios of pairs:
+
+    python benchmarks/compare_speculation.py --target /tmp/target --head /tmp/head --concurrencies 1 2 4 8 16 32 \
+        --starts 3 --rounds 12 --num-prompts 32
+
 Workloads. "recurring" (rows ngram): a random model's greedy text becomes periodic after some tokens; a prompt is a
 random beginning and what the model makes of it, and the answer is its continuation, so that the prompt's text recurs
 in the answer: the most that n-grams can gain. "repeated" (rows copy): a conversation in which a question is asked
@@ -140,8 +146,11 @@ _METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "draft": ("draft_model", {"method": "draft_model"}),
     "eagle": ("head", {"method": "eagle"}),
 }
-# of ours with drafts to ours without, where so many requests run at once that drafts hardly pay
-_MANY, _LEAST_OF_MANY = 32, 0.95
+_CONCURRENCIES = (1, 2, 4, 8, 16, 32)
+# those of the rows that are measured if none are named
+_ALONE, _MANY = 1, 32
+# of ours with drafts to ours without, where several requests run at once, so that drafts may not pay
+_LEAST_OF_SEVERAL = 0.95
 
 
 def _rows() -> Iterator[Row]:
@@ -153,13 +162,13 @@ def _rows() -> Iterator[Row]:
     }
     for name, (option, method, prompts, targets) in workloads.items():
         for temperature, target in targets.items():
-            for concurrency in (1, _MANY):
+            for concurrency in _CONCURRENCIES:
                 yield Row(
                     name=f"{name}-t{temperature:g}-c{concurrency}",
                     title=f"{method}, {prompts.__name__}, temperature {temperature:g}, {concurrency} at once",
                     unit="tokens/s",
                     higher_is_better=True,
-                    target_ratio=target if concurrency == 1 else _LEAST_OF_MANY,
+                    target_ratio=target if concurrency == _ALONE else _LEAST_OF_SEVERAL,
                     option=option,
                     method=method,
                     prompts=prompts,
@@ -201,12 +210,13 @@ class Comparison:
             chosen = [row for row in rows if (row.option, row.method) == (option, method)]
             measured = [(row, report.RowResult(row)) for row in chosen]
             self.results += [result for _, result in measured]
-            with contextlib.ExitStack() as stack:
-                running = {
-                    side: stack.enter_context(self._server(program, option, f"{option} {method} {side}"))
-                    for side, program in self._programs(method).items()
-                }
-                self._measure(running, option, measured)
+            for start in range(self._args.starts):
+                with contextlib.ExitStack() as stack:
+                    running = {
+                        side: stack.enter_context(self._server(program, option, f"{option} {method} {side}"))
+                        for side, program in self._programs(method).items()
+                    }
+                    self._measure(running, option, measured, start)
 
     def _programs(self, method: str) -> dict[str, servers.Program]:
         args = self._args
@@ -237,10 +247,16 @@ class Comparison:
             yield server
 
     def _measure(
-        self, running: dict[str, servers.Server], option: str, measured: list[tuple[Row, report.RowResult]]
+        self,
+        running: dict[str, servers.Server],
+        option: str,
+        measured: list[tuple[Row, report.RowResult]],
+        start: int,
     ) -> None:
         tokenizer = Tokenizer.from_directory(getattr(self._args, option))
-        for number in range(-1, self._args.rounds):
+        first = start * self._args.rounds
+        # that of the warm-up is below 0
+        for number in (-1 - start, *range(first, first + self._args.rounds)):
             for row, result in measured:
                 seed = number * _SEEDS_PER_ROUND + _SEEDS[row.name]
                 prompts = row.prompts(self._subject(row, running, tokenizer, seed))
@@ -248,7 +264,6 @@ class Comparison:
                     if not server.wait_idle():
                         print(f"{side} is busy without requests, which disturbs the readings", flush=True)
                     value, figures = self._read(server, row, tokenizer, prompts, seed)
-                    # the first round is a warm-up
                     if number >= 0:
                         result.add(side, value, figures)
                         length = f", {figures['acceptance_length']:.2f} tokens a step" if side == "ours" else ""
@@ -259,7 +274,9 @@ class Comparison:
         args = self._args
         # vLLM returns token ids in the same fields
         url = running["peer"].url
-        count = args.num_prompts if row.concurrency == 1 else args.num_batches * row.concurrency
+        count = args.num_prompts
+        if row.concurrency > _ALONE:
+            count = max(count, args.num_batches * row.concurrency)
         return Subject(url, tokenizer, count, args.input_len, args.output_len, random.Random(seed))
 
     @staticmethod
@@ -287,6 +304,7 @@ class Comparison:
         sizes = {name: getattr(args, name) for name in ("num_prompts", "num_batches", "input_len", "output_len")}
         return {
             **report.heading("speculation", "compare_speculation.py", args, self._machine),
+            "starts": args.starts,
             "rounds": args.rounds,
             "sizes": sizes,
             "peer": self.peer,
@@ -312,7 +330,15 @@ def _parse_args() -> argparse.Namespace:
     add("--draft-model", help="directory of a smaller one for the rows draft")
     add("--head", help="directory of an EAGLE head of the target for the rows eagle")
     add("--rows", nargs="+", choices=[row.name for row in ROWS], help="default: those whose models are given")
+    add(
+        "--concurrencies",
+        nargs="+",
+        type=int,
+        choices=_CONCURRENCIES,
+        help=f"of the rows without --rows (default: {_ALONE} {_MANY})",
+    )
     add("--rounds", type=int, default=3, help="readings of each row and server (default: %(default)s)")
+    add("--starts", type=int, default=1, help="of all servers, with so many rounds each (default: %(default)s)")
     add("--peer", choices=("without", "vllm"), default="without", help="(default: %(default)s)")
     add("--peer-program", help="path of vLLM's command; default: the one that the shell finds")
     add("--peer-args", default="", help="further flags of vLLM, in one word")
@@ -326,12 +352,12 @@ def _parse_args() -> argparse.Namespace:
     )
     add("--tcmalloc", help="path of libtcmalloc for vLLM; default: where systems have it")
     add("--num-speculative-tokens", type=int, default=4, help="most drafts of a row (default: %(default)s)")
-    add("--num-prompts", type=int, default=2, help="of a reading, one at a time (default: %(default)s)")
+    add("--num-prompts", type=int, default=2, help="of a reading, at least (default: %(default)s)")
     add(
         "--num-batches",
         type=int,
         default=1,
-        help=f"{_MANY} prompts each, of a reading with {_MANY} at once (default: %(default)s)",
+        help="with several at once, at least so many prompts for each of them (default: %(default)s)",
     )
     add("--input-len", type=int, default=128, help="tokens of a prompt of the rows ngram (default: %(default)s)")
     add("--output-len", type=int, default=256, help="most tokens of an answer (default: %(default)s)")
@@ -345,10 +371,12 @@ def _parse_args() -> argparse.Namespace:
         if missing := [row.name for row in ROWS if row.name in args.rows and row not in chosen]:
             parser.error(f"--rows: name the models of {' '.join(missing)}; vLLM is compared in the rows ngram only")
         chosen = [row for row in chosen if row.name in args.rows]
+    else:
+        chosen = [row for row in chosen if row.concurrency in (args.concurrencies or (_ALONE, _MANY))]
     if not chosen:
         parser.error("name at least one model: --model, or --target with --draft-model or --head")
     args.rows = chosen
-    for name in ("rounds", "num_speculative_tokens", "num_prompts", "num_batches", "output_len"):
+    for name in ("rounds", "starts", "num_speculative_tokens", "num_prompts", "num_batches", "output_len"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if args.input_len <= _BEGINNING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import re
 import statistics
@@ -223,6 +224,9 @@ def test_medians_and_targets(program: types.ModuleType) -> None:
     assert start.median("ours") == 3.0 and start.ratio == c8.ratio == 0.1
     assert start.as_dict()["target"] == {"ratio_at_most": 0.1} and start.as_dict()["meets_target"]
     assert c8.as_dict()["target"] == {"ratio_at_least": 1.7} and not c8.as_dict()["meets_target"]
+    logs = [math.log(ratio) for ratio in (2 / 40, 9 / 20, 3 / 30)]
+    mean = math.exp(sum(logs) / 3)
+    assert start.pairs == pytest.approx((mean, mean * statistics.stdev(logs) / math.sqrt(3)))
     memory = program.report.RowResult(rows["memory"])
     for value, peer, meets in ((316.0, 3000.0, True), (401.0, 3000.0, False), (316.0, 600.0, False)):
         memory.readings = {"ours": [value], "peer": [peer]}
@@ -230,6 +234,7 @@ def test_medians_and_targets(program: types.ModuleType) -> None:
         assert memory.as_dict()["meets_target"] is meets
     memory.readings = {"ours": [401.0]}
     assert memory.as_dict()["meets_target"] is False, "it needs no peer"
+    assert memory.pairs is None
     assert "<= 0.5, 400" in "\n".join(program.report.lines([memory], None))
     assert start.share is None
     start.allowed = c8.allowed = [1.0, 5.0, 4.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import random
 from typing import Any
@@ -28,9 +29,9 @@ def test_a_row_is_measured_with_drafts_and_without(
     """Answers have the same number of tokens; the server with drafts says how many were right."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    words = ["--model", tiny_model("qwen2"), "--rows", "ngram-t0-c1", "--rounds", "1", "--num-prompts", "1"]
-    words += ["--dtype", "float32", "--input-len", "32", "--output-len", "24", "--max-model-len", "128"]
-    words += ["--kv-cache-bytes", str(2**24), "--json", str(tmp_path / "r.json")]
+    words = ["--model", tiny_model("qwen2"), "--rows", "ngram-t0-c1", "--starts", "2", "--rounds", "1"]
+    words += ["--num-prompts", "1", "--input-len", "32", "--output-len", "24", "--max-model-len", "128"]
+    words += ["--dtype", "float32", "--kv-cache-bytes", str(2**24), "--json", str(tmp_path / "r.json")]
     # a model so small computes tokens as fast as it checks them
     words += ["--ours-settings", '{"disable_by_batch_size": 100}']
     monkeypatch.setattr("sys.argv", ["compare_speculation.py", *words])
@@ -40,6 +41,8 @@ def test_a_row_is_measured_with_drafts_and_without(
     (row,) = content["rows"]
     assert row["name"] == "ngram-t0-c1" and row["target"] == {"ratio_at_least": 1.8}
     assert row["ratio"] == row["ours"] / row["peer"]
+    first, second = (mine / theirs for mine, theirs in zip(*row["readings"].values(), strict=True))
+    assert row["ratio_of_pairs"][0] == pytest.approx(math.sqrt(first * second)), "one of each start"
     ours, peer = (row["figures"][side][0] for side in ("ours", "peer"))
     assert ours["mean_output_len"] == peer["mean_output_len"] == 24
     assert peer["num_drafts"] == 0 and peer["acceptance_length"] == 1
@@ -74,6 +77,7 @@ def test_conversations_of_the_trained_models(program: Any) -> None:
         (["--target", "t", "--head", "h", "--rows", "draft-t0-c1"], "name the models of draft-t0-c1"),
         (["--target", "t", "--head", "h", "--peer", "vllm", "--rows", "eagle-t0-c1"], "in the rows ngram only"),
         (["--model", "m", "--rounds", "0"], "--rounds must be at least 1"),
+        (["--model", "m", "--concurrencies", "3"], "invalid choice: 3"),
         (["--model", "m", "--input-len", "16"], "--input-len must be above 16"),
     ],
 )
@@ -92,3 +96,6 @@ def test_rows_of_the_models_that_are_given(program: Any, monkeypatch: pytest.Mon
     assert names == [
         *("copy-t0-c1", "copy-t0-c32", "eagle-t0-c1", "eagle-t0-c32", "eagle-t0.7-c1", "eagle-t0.7-c32"),
     ]
+    monkeypatch.setattr("sys.argv", ["compare_speculation.py", "--model", "m", "--concurrencies", "4", "1"])
+    rows = program._parse_args().rows
+    assert [(row.name, row.target_ratio) for row in rows] == [("ngram-t0-c1", 1.8), ("ngram-t0-c4", 0.95)]
