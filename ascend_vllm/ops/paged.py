@@ -340,6 +340,11 @@ def _paged_attention_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         ([(1, 64), (1, 65), (100, 190)], 8, 1, 56, 32, 32, 0),
         ([(1, 1400), (200, 260), (6, 1200)], 14, 2, 64, 64, 100, 0),
         ([(1, 90), (30, 90)], 2, 2, 128, 128, 4096, 0),
+        # three, six and eight rows of a KV head, of heads that whole vectors of pairs or of bytes fit; with a window
+        ([(1, 40), (3, 130)], 2, 2, 64, 16, 0, 0),
+        ([(1, 33), (1, 200)], 12, 2, 96, 16, 0, 0),
+        ([(1, 70), (2, 500)], 8, 2, 64, 32, 24, 0),
+        ([(1, 17), (1, 600)], 8, 1, 128, 16, 0, 0),
     ]
     names = ("num_heads", "num_kv_heads", "head_size", "block_size", "sliding_window", "padding")
     for seed, (rows, *sizes) in enumerate(cases):
@@ -356,7 +361,7 @@ def _paged_attention_inputs(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             if number in (4, 16):
                 yield with_byte_cache(problem, torch.int8, has_scales=True)
     # caches of bytes, in every form of the kernel: decoding, prompts, chunks, mixtures, windows
-    for number in (1, 2, 3, 5, 8, 9, 11, 12, 14, 15, 16, 18, 20):
+    for number in (1, 2, 3, 5, 8, 9, 11, 12, 14, 15, 16, 18, 20, *range(23, len(cases))):
         rows, *sizes = cases[number]
         options = dict(zip(names, sizes, strict=True))
         problem = make_paged_problem(dtype, rows, seed=number, **options)

@@ -76,9 +76,12 @@ ASCEND_VLLM_KERNEL(paged_attention, PagedAttentionArgs)
 
 #ifdef ASCEND_VLLM_ISA
 
+#include "cpu/kernels/paged_byte_lanes.h"
 #include "cpu/kernels/paged_byte_tiles.h"
 #include "cpu/kernels/paged_depth_lanes.h"
 #include "cpu/kernels/paged_depth_pairs.h"
+#include "cpu/kernels/paged_fetch.h"
+#include "cpu/kernels/paged_key_lanes.h"
 #include "cpu/kernels/paged_query_lanes.h"
 #include "cpu/kernels/paged_query_tiles.h"
 #include "cpu/kernels/paged_row_tiles.h"
@@ -117,6 +120,14 @@ constexpr bool fits_scratch(int64_t size) {
 static_assert(fits_scratch(16) && fits_scratch(256));
 static_assert(WidenedBlocks<float>::scratch_floats(16) <= widened_scratch_floats(16));
 static_assert(kChunkKeys == kMaxWidenedKeys);
+
+#ifdef __AVX512F__
+constexpr bool key_lanes_fit_scratch(int64_t size) {
+  return 2 * Part::floats(kPagedTileRows, size) + KeyLanes<int8_t>::scratch_floats(size) <=
+         paged_scratch_floats(size);
+}
+static_assert(key_lanes_fit_scratch(32) && key_lanes_fit_scratch(256));
+#endif
 
 #ifdef __AMX_BF16__
 // Minimum rows of a sequence for tiles where RowTiles does not read the cache: with QueryTiles or a cache of
@@ -162,11 +173,24 @@ class PagedAttention {
     const auto in_place = [](auto& form, int64_t begin, int64_t end, Part part) {
       form.attend(begin, end, part);
     };
+    // queries and weights of bytes are less accurate than float32
+    [[maybe_unused]] constexpr bool kTakesBytes = std::is_same_v<Number, int8_t> && !std::is_same_v<T, float>;
 #ifdef __AMX_BF16__
-    // its queries and weights are less accurate than float32
-    if constexpr (std::is_same_v<Number, int8_t> && !std::is_same_v<T, float>) {
+    if constexpr (kTakesBytes) {
       if (sequence_rows_ <= kMaxDepthRows && ByteTiles::supports(args_.cache.head_size)) {
         return run_with(ByteTiles(blocks_, rows_, scale(), scratch_), in_place);
+      }
+    }
+#elif defined(__AVX512VNNI__)
+    static_assert(ByteLanes::scratch_floats(64) <= KeyLanes<int8_t>::scratch_floats(64));
+    if constexpr (kTakesBytes) {
+      if (ByteLanes::takes(sequence_rows_, args_.cache.head_size)) return run_fetching<ByteLanes>(in_place);
+    }
+#endif
+#ifdef __AVX512F__
+    if constexpr (std::is_same_v<T, bfloat16> && KeyLanes<Number>::kReads) {
+      if (!takes_tiles() && KeyLanes<Number>::takes(sequence_rows_, args_.cache.head_size)) {
+        return run_fetching<KeyLanes<Number>>(in_place);
       }
     }
 #endif
@@ -206,6 +230,12 @@ class PagedAttention {
     return blocks;
   }
 
+  // What this thread probably reads next, of those blocks.
+  KeyRange<Number> next_keys(const HeadBlocks<Number>& blocks) const {
+    if (next_ == nullptr) return {&blocks, 0, 0};
+    return {&blocks, next_->key_begin, next_->key_end};
+  }
+
   // the softmax uses powers of two, so scores are scaled by log2 e
   float scale() const { return args_.scale * kLog2E; }
 
@@ -218,6 +248,14 @@ class PagedAttention {
     }
 #endif
     return false;
+  }
+
+  // Form: one that prefetches what follows.
+  template <class Form, class Attend>
+  void run_fetching(const Attend& attend) {
+    const KeyRange<Number> keys{&blocks_, item_.key_begin, item_.key_end};
+    const HeadBlocks<Number> next_blocks = next_ == nullptr ? blocks_ : blocks_of(*next_);
+    run_with(Form(blocks_, rows_, scale(), scratch_, TileFetch(keys, next_keys(next_blocks))), attend);
   }
 
   template <class Attend>
@@ -236,14 +274,11 @@ class PagedAttention {
   template <class Attend>
   void run_in_tiles(const HeadBlocks<bfloat16>& blocks, const Attend& attend) {
     KeyRange<bfloat16> keys{&blocks, 0, 0}, next = keys;
-    HeadBlocks<Number> next_blocks = blocks_;
+    const HeadBlocks<Number> next_blocks = next_ == nullptr ? blocks_ : blocks_of(*next_);
     // widened keys are in a cache
     if constexpr (!kIsWidened) {
       keys.end = item_.key_end;
-      if (next_ != nullptr) {
-        next_blocks = blocks_of(*next_);
-        next = {&next_blocks, next_->key_begin, next_->key_end};
-      }
+      next = next_keys(next_blocks);
     }
     const TileFetch fetch(keys, next);
     if (takes_row_tiles()) {

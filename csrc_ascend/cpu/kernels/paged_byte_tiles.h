@@ -3,59 +3,23 @@
 //     scores[16 keys, 16]     = keys[16, D]       . queries[D / 4, 16, 4]
 //     out[16, 16 depths]     += weights[16, keys] . values[keys / 4, 16 depths, 4]
 //
-// Queries and weights are integers of 15 bits: the largest of a row is 127 * 128, so that they are as accurate
-// as 16-bit floating-point numbers need. A row is two of the 16 lanes, v = 128 * high + low; products are
-// exact. Every row has lanes of its own, so its result does not depend on the other rows.
+// A row is two of the 16 lanes, of high and of low bytes. Every row has lanes of its own, so its result does
+// not depend on the other rows.
 #pragma once
 
 #ifdef __AMX_BF16__
 
 #include "cpu/isa/tiles.h"
-#include "cpu/kernels/paged_depth_lanes.h"
+#include "cpu/kernels/paged_byte_rows.h"
 
 namespace ascend_vllm {
 namespace {
 
-class ByteTiles : private DepthLanes<int8_t> {
-  using Base = DepthLanes<int8_t>;
-  static constexpr float kLargest = 127.0f * 128.0f;
-  static constexpr int64_t kDepths = 64;  // of one tile
+class ByteTiles : public ByteRows {
   static constexpr int64_t kTileBytes = 1024;
-  static_assert(kMaxDepthRows == 8 && kTileKeys == 64);
 
  public:
-  static bool supports(int64_t head_size) { return head_size % kDepths == 0; }
-
-  ByteTiles(const HeadBlocks<int8_t>& blocks, const QueryRows& rows, float scale, float* scratch)
-      : Base(blocks, rows, scale, scratch), query_bytes_(reinterpret_cast<int8_t*>(queries_)) {}
-
-  // query(row) is the first element of a row.
-  template <class RowOf>
-  void load_queries(const RowOf& query) {
-    const int64_t size = blocks_.head_size;
-    __builtin_memset(query_bytes_, 0, 16 * size);
-    for (int64_t i = 0; i < rows_.count(); ++i) {
-      float wide[kMaxHeadSize];
-      const auto* from = query(rows_.begin + i);
-      VecF greatest = set1(0.0f), not_finite = set1(0.0f);
-      for (int64_t d = 0; d < size; d += kLanes) {
-        const VecF v = load(from + d);
-        store(wide + d, v);
-        greatest = max(greatest, abs(v));
-        not_finite = fma(v, set1(0.0f), not_finite);
-      }
-      const float largest = reduce_max(greatest);
-      query_steps_[i] = largest / kLargest + reduce_add(not_finite);
-      if (!(query_steps_[i] > 0.0f)) continue;
-      for (int64_t d = 0; d < size; ++d) {
-        const int value = static_cast<int>(__builtin_rintf(wide[d] * (kLargest / largest)));
-        const int high = (value + 64) >> 7;
-        int8_t* to = query_bytes_ + d / 4 * 64 + d % 4;
-        to[4 * i] = static_cast<int8_t>(high);
-        to[4 * (kMaxDepthRows + i)] = static_cast<int8_t>(value - 128 * high);
-      }
-    }
-  }
+  using ByteRows::ByteRows;
 
   // Attends to positions key_begin … key_end-1 that are visible to each row.
   void attend(int64_t key_begin, int64_t key_end, Part part) {
@@ -142,8 +106,7 @@ class ByteTiles : private DepthLanes<int8_t> {
     for (int64_t n = 0; n < kTileKeys; n += kLanes) {
       const bool is_used = n >= first && n < last;
       const __m512i value = is_used ? _mm512_cvtps_epi32(load(weights + n) * factor) : _mm512_setzero_si512();
-      const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(value, _mm512_set1_epi32(64)), 7);
-      const __m512i low = _mm512_sub_epi32(value, _mm512_slli_epi32(high, 7));
+      const __m512i high = high_of(value), low = low_of(value, high);
       int8_t* to = weights_ + i * kTileKeys + n;
       _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(high));
       _mm_store_si128(reinterpret_cast<__m128i*>(to + kMaxDepthRows * kTileKeys), _mm512_cvtepi32_epi8(low));
@@ -215,9 +178,6 @@ class ByteTiles : private DepthLanes<int8_t> {
     }
   }
 
-  int8_t* const query_bytes_;  // [D / 4, 16, 4]
-  float query_steps_[kMaxDepthRows], weight_steps_[kMaxDepthRows], rescale_[kMaxDepthRows];
-  alignas(64) int8_t weights_[2 * kMaxDepthRows * kTileKeys];
   alignas(64) int8_t values_[4 * kTileBytes];
   alignas(64) int32_t sums_[4 * 256];
 };

@@ -13,6 +13,8 @@ namespace {
 
 // With more rows, lanes along the queries are faster: unused lanes cost less than the sums over lanes.
 constexpr int kMaxDepthRows = kLanes < 8 ? 2 : 8;
+// Of these rows, in whole vectors.
+constexpr int kPlaces = kMaxDepthRows < kLanes ? kLanes : kMaxDepthRows;
 
 // Elements per lane of a product, and the type of the stored queries.
 struct SingleDepths {
@@ -53,7 +55,12 @@ class DepthLanes {
         rows_(rows),
         scale_(scale),
         scores_(scratch),
-        queries_(reinterpret_cast<Query*>(scratch + kMaxDepthRows * kTileKeys)) {}
+        queries_(reinterpret_cast<Query*>(scratch + kMaxDepthRows * kTileKeys)) {
+    for (int64_t i = 0; i < rows.count(); ++i) {
+      seen_from_[i] = rows.seen_from(rows.begin + i);
+      seen_to_[i] = rows.position(rows.begin + i) + 1;
+    }
+  }
 
   // query(row) is the first element of a row.
   template <class RowOf>
@@ -170,12 +177,11 @@ class DepthLanes {
   // Applies to the scores of one row all that changes them, and hides those of keys that it does not see.
   void finish_scores(int64_t i, int64_t tile, int64_t begin, int64_t end) {
     float* scores = scores_ + i * kTileKeys;
-    const int64_t row = rows_.begin + i;
     const int64_t first = round_down(begin, kLanes), last = round_up(end, kLanes);
-    const int64_t low = clamp(rows_.seen_from(row) - tile, begin, end);
-    const int64_t high = clamp(rows_.position(row) + 1 - tile, low, end);
+    const int64_t low = clamp(seen_from_[i] - tile, begin, end);
+    const int64_t high = clamp(seen_to_[i] - tile, low, end);
     if (blocks_.key_scales != nullptr) multiply(scores, key_scales_, first, last);
-    if (rows_.changes_scores()) change_scores(row, tile, first, last, scores);
+    if (rows_.changes_scores()) change_scores(rows_.begin + i, tile, first, last, scores);
     fill(scores + first, low - first, -__builtin_inff());
     fill(scores + high, last - high, -__builtin_inff());
   }
@@ -200,6 +206,38 @@ class DepthLanes {
     part.max[i] = new_max;
     part.sum[i] = part.sum[i] * rescale + reduce_add(sum);
     return rescale;
+  }
+
+  // As `weigh`, of all rows, none of which waits for another. put(i, n, weights) stores those of keys n … of
+  // row i, whole vectors of them, with the scales of values. Sets rescale[kPlaces].
+  template <class Rows, class Power, class Put>
+  [[gnu::always_inline]] void weigh_rows(Rows rows, int64_t tile, int64_t begin, int64_t end, Part part,
+                                         float* rescale, const Power& power, const Put& put) {
+    const int64_t first = round_down(begin, kLanes), last = round_up(end, kLanes);
+    alignas(64) float greatest[kPlaces] = {}, before[kPlaces] = {};
+    for (int64_t i = 0; i < rows; ++i) {
+      const float* scores = scores_ + i * kTileKeys;
+      finish_scores(i, tile, begin, end);
+      VecF top = set1(part.max[i]);
+      for (int64_t n = first; n < last; n += kLanes) top = max(top, load(scores + n));
+      before[i] = part.max[i];
+      part.max[i] = greatest[i] = reduce_max(top);
+    }
+    for (int64_t i = 0; i < kPlaces; i += kLanes) {
+      store(rescale + i, exp2_negative(load(before + i) - load(greatest + i)));
+    }
+    for (int64_t i = 0; i < rows; ++i) {
+      const float* scores = scores_ + i * kTileKeys;
+      const VecF shift = set1(greatest[i]);
+      VecF sum = set1(0.0f);
+      for (int64_t n = first; n < last; n += kLanes) {
+        VecF weight = power(load(scores + n) - shift);
+        sum = sum + weight;
+        if (blocks_.value_scales != nullptr) weight = weight * load(value_scales_ + n);
+        put(i, n, weight);
+      }
+      part.sum[i] = part.sum[i] * rescale[i] + reduce_add(sum);
+    }
   }
 
   // Soft cap and ALiBi of one row, for keys first … last-1 of the tile, which are whole vectors.
@@ -292,6 +330,7 @@ class DepthLanes {
   const float scale_;
   float* const scores_;   // [kMaxDepthRows, kTileKeys]: scores, then weights
   Query* const queries_;  // [kMaxDepthRows, D]
+  int64_t seen_from_[kMaxDepthRows], seen_to_[kMaxDepthRows];  // positions that each row sees, without the last
   float key_scales_[kTileKeys];
   float value_scales_[kTileKeys];
 };

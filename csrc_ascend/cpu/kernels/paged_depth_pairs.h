@@ -65,7 +65,7 @@ inline void transpose_unit(const bfloat16* keys, int64_t stride, bfloat16* to) {
 template <class T>
 class DepthPairs : private DepthLanes<T> {
   using Base = DepthLanes<T>;
-  using Base::blocks_, Base::rows_, Base::scale_, Base::scores_, Base::value_scales_;
+  using Base::blocks_, Base::rows_, Base::scale_, Base::scores_;
 
  public:
   static constexpr int64_t kMostRows = 8;
@@ -107,7 +107,9 @@ class DepthPairs : private DepthLanes<T> {
         for_rows([&]<int kRows>(int64_t row) { score<kRows>(row, tile, begin, end, key_end); });
       }
       Base::load_scales(tile, begin, end);
-      weigh(tile, begin, end, part);
+      Base::weigh_rows(
+          rows_.count(), tile, begin, end, part, rescale_, [](VecF t) { return exp2_negative(t); },
+          [&](int64_t i, int64_t n, VecF weight) { store(scores_ + i * kTileKeys + n, weight); });
       for_rows([&]<int kRows>(int64_t row) { add_values<kRows>(row, tile, begin, end, key_end); });
     }
     for (int64_t i = 0; i < rows_.count(); ++i) {
@@ -306,37 +308,6 @@ class DepthPairs : private DepthLanes<T> {
     _mm_storeu_ps(to, _mm_mul_ps(sums, _mm_set1_ps(factor)));
   }
 
-  // Turns scores into weights, and sets rescale_ to the factors for the earlier sums: as that of DepthLanes, of
-  // all rows, none of which waits for another.
-  void weigh(int64_t tile, int64_t begin, int64_t end, Part part) {
-    const int64_t first = round_down(begin, kLanes), last = round_up(end, kLanes), rows = rows_.count();
-    alignas(32) float greatest[kMostRows];
-    for (int64_t i = 0; i < rows; ++i) {
-      float* scores = scores_ + i * kTileKeys;
-      Base::finish_scores(i, tile, begin, end);
-      VecF top = set1(part.max[i]);
-      for (int64_t n = first; n < last; n += kLanes) top = max(top, load(scores + n));
-      greatest[i] = reduce_max(top);
-    }
-    for (int64_t i = rows; i < kMostRows; ++i) greatest[i] = 0.0f;
-    const int count = static_cast<int>(rows);
-    const VecF factors = exp2_negative(load_n(part.max, count) - load(greatest));
-    store(rescale_, factors);
-    for (int64_t i = 0; i < rows; ++i) {
-      float* scores = scores_ + i * kTileKeys;
-      const VecF shift = set1(greatest[i]);
-      VecF sum = set1(0.0f);
-      for (int64_t n = first; n < last; n += kLanes) {
-        const VecF weight = exp2_negative(load(scores + n) - shift);
-        store(scores + n, weight);
-        sum = sum + weight;
-      }
-      if (blocks_.value_scales != nullptr) Base::multiply(scores, value_scales_, first, last);
-      part.sum[i] = part.sum[i] * rescale_[i] + reduce_add(sum);
-      part.max[i] = greatest[i];
-    }
-  }
-
   template <int kRows>
   void add_values(int64_t row, int64_t tile, int64_t begin, int64_t end, int64_t key_end) {
     constexpr int kCount = kUnits<kRows>;
@@ -409,7 +380,7 @@ class DepthPairs : private DepthLanes<T> {
   float* const queries_;    // [8, D], of whole units
   float* const out_;        // the same
   bfloat16* const panels_;  // [2, D / 2, 16 keys, 2]
-  float rescale_[kMostRows];
+  float rescale_[kPlaces];
 };
 
 }  // namespace

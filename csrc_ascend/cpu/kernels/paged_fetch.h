@@ -52,6 +52,9 @@ class TileFetch {
     for (int64_t n = round_down(begin, kRunKeys); n < tile_end; n += kRunKeys) {
       at_[runs_++] = reinterpret_cast<const char*>(blocks.key(n));
       at_[runs_++] = reinterpret_cast<const char*>(blocks.value(n));
+      if (blocks.key_scales == nullptr) continue;
+      __builtin_prefetch(blocks.key_scales + blocks.scale_offset(n), 0, 2);
+      __builtin_prefetch(blocks.value_scales + blocks.scale_offset(n), 0, 2);
     }
   }
 

@@ -59,6 +59,10 @@ struct HeadBlocks {
   int64_t offset(int64_t position) const {
     return table[position >> block_shift] * block_stride + (position & (block_size() - 1)) * head_size;
   }
+  // Of the scale of a key or value.
+  int64_t scale_offset(int64_t position) const {
+    return table[position >> block_shift] * scale_stride + (position & (block_size() - 1));
+  }
   const T* key(int64_t position) const { return keys + offset(position); }
   const T* value(int64_t position) const { return values + offset(position); }
 
@@ -75,7 +79,7 @@ struct HeadBlocks {
   // Writes the scales (of keys or values) of positions begin … end-1 to `to`.
   void load_scales(const bfloat16* scales, int64_t begin, int64_t end, float* to) const {
     for_runs(begin, end, [&](int64_t first, int64_t stop) {
-      const bfloat16* from = scales + table[first >> block_shift] * scale_stride + (first & (block_size() - 1));
+      const bfloat16* from = scales + scale_offset(first);
       float* out = to + (first - begin);
       for_lanes(
           stop - first, [&](int64_t i) { store(out + i, load(from + i)); },

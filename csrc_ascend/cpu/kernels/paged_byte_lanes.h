@@ -1,0 +1,233 @@
+// Attention of three to eight query rows to an int8 cache with dot products of bytes (AVX512_VNNI), for
+// decoding with groups: as paged_key_lanes.h, with four numbers in a lane instead of two.
+//
+//     scores[rows, 16 keys] += queries[rows, D / 4, 4] . keys[D / 4, 16 keys, 4]
+//     out[rows, 16 depths]  += weights[rows, keys / 4, 4] . values[keys / 4, 16 depths, 4]
+//
+// One factor of these products has no sign: weights have none, and keys are read as numbers that are 128 too
+// large, for which 128 times the sum of the queries is taken off.
+#pragma once
+
+#ifdef __AVX512VNNI__
+
+#include "cpu/kernels/paged_byte_rows.h"
+#include "cpu/kernels/paged_fetch.h"
+#include "cpu/kernels/paged_transpose.h"
+
+namespace ascend_vllm {
+namespace {
+
+class ByteLanes : public ByteRows {
+  static constexpr int64_t kRunKeys = 16;  // blocks are multiples of it
+  static constexpr int64_t kBytes = 64;    // of a vector
+
+ public:
+  // Whether this is for `rows` rows of a sequence: with one or two of them sums over lanes cost less.
+  static bool takes(int64_t rows, int64_t head_size) {
+    return rows > 2 && rows <= kMaxDepthRows && supports(head_size);
+  }
+  static constexpr int64_t scratch_floats(int64_t head_size) {
+    return DepthLanes<int8_t>::scratch_floats(head_size) + kMaxDepthRows * head_size + kRunKeys * head_size / 4;
+  }
+
+  // fetch: of the tiles that follow each tile.
+  ByteLanes(const HeadBlocks<int8_t>& blocks, const QueryRows& rows, float scale, float* scratch,
+            const TileFetch<int8_t>& fetch)
+      : ByteRows(blocks, rows, scale, scratch),
+        fetch_(fetch),
+        size_(blocks.head_size),
+        out_(scratch + DepthLanes<int8_t>::scratch_floats(size_)),
+        panel_(reinterpret_cast<int8_t*>(out_ + kMaxDepthRows * size_)) {}
+
+  // Attends to positions key_begin … key_end-1 that are visible to each row.
+  void attend(int64_t key_begin, int64_t key_end, Part part) {
+    switch (rows_.count()) {
+      case 3:
+        return attend_rows<3>(key_begin, key_end, part);
+      case 4:
+        return attend_rows<4>(key_begin, key_end, part);
+      case 5:
+        return attend_rows<5>(key_begin, key_end, part);
+      case 6:
+        return attend_rows<6>(key_begin, key_end, part);
+      case 7:
+        return attend_rows<7>(key_begin, key_end, part);
+      default:
+        return attend_rows<8>(key_begin, key_end, part);
+    }
+  }
+
+ private:
+  template <int kRows>
+  void attend_rows(int64_t key_begin, int64_t key_end, Part part) {
+    fill(out_, kRows * size_, 0.0f);
+    fill(part.max, kRows, kNoMax);
+    fill(part.sum, kRows, 0.0f);
+    for (int64_t tile = round_down(key_begin, kTileKeys); tile < key_end; tile += kTileKeys) {
+      const int64_t begin = max_of(key_begin - tile, 0), end = min_of(key_end - tile, kTileKeys);
+      fetch_.start_after(tile);
+      for (int64_t n = round_down(begin, kRunKeys); n < end; n += kRunKeys) {
+        transpose(blocks_.key(tile + n));
+        score<kRows>(n);
+      }
+      load_scales(tile, begin, end);
+      weigh_rows(
+          std::integral_constant<int64_t, kRows>{}, tile, begin, end, part, rescale_,
+          [](VecF t) { return exp2_negative(t); },
+          [&](int64_t i, int64_t n, VecF weight) { store(scores_ + i * kTileKeys + n, weight); });
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) round_weights(i, begin, end);
+      for (int64_t d = 0; d < size_; d += kDepths) {
+        interleave_values(d, tile, begin, end);
+        // 8 rows of two vectors do not fit the registers
+        constexpr int kVecs = kRows <= 4 ? 2 : 1;
+        for (int j = 0; j < 4; j += kVecs) add_values<kRows, kVecs>(out_ + d + j * kLanes, j, begin, end);
+      }
+      fetch_.rest();
+    }
+    write(part);
+  }
+
+  static __m512i without_sign(__m512i bytes) { return _mm512_xor_si512(bytes, _mm512_set1_epi8(-128)); }
+  static __m512i set1_quad(const int8_t* p) {
+    int32_t bits;
+    __builtin_memcpy(&bits, p, sizeof bits);
+    return _mm512_set1_epi32(bits);
+  }
+  // Writes 16 keys to panel_.
+  void transpose(const int8_t* keys) {
+    for (int64_t d = 0; d < size_; d += 16) {
+      transpose_singles([&](int k) { return keys + k * size_ + d; },
+                        [&](int quad, __m512i v) {
+                          _mm512_store_si512(panel_ + (d + 4 * quad) * kRunKeys, without_sign(v));
+                        });
+    }
+  }
+
+  // The scores of the transposed keys, which begin with key n of the tile.
+  template <int kRows>
+  void score(int64_t n) {
+    __m512i high[kRows], low[kRows];
+    for (int i = 0; i < kRows; ++i) high[i] = low[i] = _mm512_setzero_si512();
+    for (int64_t d = 0; d < size_; d += 8) {
+      fetch_.some(2);
+#pragma GCC unroll 2
+      for (int64_t quad = d; quad < d + 8; quad += 4) {
+        const __m512i keys = _mm512_load_si512(panel_ + quad * kRunKeys);
+        const int8_t* queries = query_bytes_ + quad * 16;
+#pragma GCC unroll 8
+        for (int i = 0; i < kRows; ++i) {
+          high[i] = _mm512_dpbusd_epi32(high[i], keys, set1_quad(queries + 4 * i));
+          low[i] = _mm512_dpbusd_epi32(low[i], keys, set1_quad(queries + 4 * (kMaxDepthRows + i)));
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+      const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[i], 7), low[i]);
+      const __m512i exact = _mm512_sub_epi32(sum, _mm512_set1_epi32(128 * query_sums_[i]));
+      store(scores_ + i * kTileKeys + n, _mm512_cvtepi32_ps(exact) * set1(query_steps_[i] * scale_));
+    }
+  }
+
+  // Rounds the weights of a row to 16 bits; those of keys that are not in begin … end-1 are zero.
+  void round_weights(int64_t i, int64_t begin, int64_t end) {
+    constexpr float kMost = 65535.0f;
+    const int64_t first = round_down(begin, kLanes), last = round_up(end, kLanes);
+    const float* weights = scores_ + i * kTileKeys;
+    VecF greatest = set1(0.0f);
+    for (int64_t n = first; n < last; n += kLanes) greatest = max(greatest, load(weights + n));
+    const float largest = reduce_max(greatest);
+    // below, 1 / largest is infinite, and so little does not count
+    const bool counts = largest > 1e-30f;
+    weight_steps_[i] = counts ? largest / kMost : 0.0f;
+    const VecF factor = set1(counts ? kMost / largest : 0.0f);
+    for (int64_t n = first; n < last; n += kLanes) {
+      const __m512i value = _mm512_cvtps_epi32(load(weights + n) * factor);
+      int8_t* to = weights_ + i * kTileKeys + n;
+      _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_srli_epi32(value, 8)));
+      _mm_store_si128(reinterpret_cast<__m128i*>(to + kMaxDepthRows * kTileKeys), _mm512_cvtepi32_epi8(value));
+    }
+  }
+
+  // Groups of four values as [4, 16 groups, 16 depths, 4], for depths d … d+63; see `write` for their order.
+  void interleave_values(int64_t d, int64_t tile, int64_t begin, int64_t end) {
+    for (int64_t n = round_down(begin, 4); n < end; n += 4) {
+      const int8_t* from = blocks_.value(tile + n) + d;
+      __m512i key[4];
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k) key[k] = _mm512_loadu_si512(from + k * size_);
+      const __m512i low01 = _mm512_unpacklo_epi8(key[0], key[1]), high01 = _mm512_unpackhi_epi8(key[0], key[1]);
+      const __m512i low23 = _mm512_unpacklo_epi8(key[2], key[3]), high23 = _mm512_unpackhi_epi8(key[2], key[3]);
+      int8_t* to = values_ + n / 4 * kBytes;
+      _mm512_store_si512(to, _mm512_unpacklo_epi16(low01, low23));
+      _mm512_store_si512(to + kTileKeys / 4 * kBytes, _mm512_unpackhi_epi16(low01, low23));
+      _mm512_store_si512(to + 2 * kTileKeys / 4 * kBytes, _mm512_unpacklo_epi16(high01, high23));
+      _mm512_store_si512(to + 3 * kTileKeys / 4 * kBytes, _mm512_unpackhi_epi16(high01, high23));
+    }
+  }
+
+  // out[row, 16 depths] = out * rescale + weights * values, of vectors j … j + kVecs - 1 of depths.
+  template <int kRows, int kVecs>
+  void add_values(float* out, int j, int64_t begin, int64_t end) {
+    constexpr int64_t kVec = kTileKeys / 4 * kBytes;
+    __m512i high[kRows][kVecs], low[kRows][kVecs];
+    for (int i = 0; i < kRows; ++i) {
+      for (int v = 0; v < kVecs; ++v) high[i][v] = low[i][v] = _mm512_setzero_si512();
+    }
+    for (int64_t n = round_down(begin, 4); n < end; n += 4) {
+      fetch_.some(kVecs);
+      __m512i quads[kVecs];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) quads[v] = _mm512_load_si512(values_ + (j + v) * kVec + n / 4 * kBytes);
+      const int8_t* weights = weights_ + n;
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) {
+        const __m512i upper = set1_quad(weights + i * kTileKeys);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVecs; ++v) high[i][v] = _mm512_dpbusd_epi32(high[i][v], upper, quads[v]);
+        const __m512i lower = set1_quad(weights + (kMaxDepthRows + i) * kTileKeys);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVecs; ++v) low[i][v] = _mm512_dpbusd_epi32(low[i][v], lower, quads[v]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) {
+        const VecF sums = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high[i][v], 8), low[i][v]));
+        float* to = out + i * size_ + v * kLanes;
+        store(to, fma(sums, set1(weight_steps_[i]), load(to) * set1(rescale_[i])));
+      }
+    }
+  }
+
+  // Of four vectors of 64 depths, vector j has 16 l + 4 j … 16 l + 4 j + 3 in its lanes 4 l … 4 l + 3.
+  void write(Part part) const {
+    for (int64_t i = 0; i < rows_.count() * size_; i += kDepths) {
+      VecF v[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) v[j] = load(out_ + i + j * kLanes);
+      const VecF first01 = _mm512_shuffle_f32x4(v[0], v[1], 0x44),
+                 last01 = _mm512_shuffle_f32x4(v[0], v[1], 0xee);
+      const VecF first23 = _mm512_shuffle_f32x4(v[2], v[3], 0x44),
+                 last23 = _mm512_shuffle_f32x4(v[2], v[3], 0xee);
+      float* to = part.out + i;
+      store(to, _mm512_shuffle_f32x4(first01, first23, 0x88));
+      store(to + 16, _mm512_shuffle_f32x4(first01, first23, 0xdd));
+      store(to + 32, _mm512_shuffle_f32x4(last01, last23, 0x88));
+      store(to + 48, _mm512_shuffle_f32x4(last01, last23, 0xdd));
+    }
+  }
+
+  TileFetch<int8_t> fetch_;
+  const int64_t size_;
+  float* const out_;     // [8, D], in the order of `write`
+  int8_t* const panel_;  // [D / 4, 16 keys, 4]
+  alignas(64) int8_t values_[kTileKeys * kDepths];
+};
+
+}  // namespace
+}  // namespace ascend_vllm
+
+#endif
