@@ -47,6 +47,8 @@ _MOST_WATCH_STEPS = 64
 _LATE_STEPS = 16
 # what is known of steps of a size is worked out again after each of the first ones
 _FEW_NOTES = 3
+# the core and the worker are threads of one process: what one computes in Python delays the other by about as much
+_DELAYED_THREADS = 2
 # share of a plain step that proposing may take for all drafts to be watched, not only the first one
 _CHEAP_SHARE = 0.25
 
@@ -197,7 +199,7 @@ class DraftCosts:
 
     def note_taking(self, seconds: float) -> None:
         """Books what it took to look at the last step, which no other method knows of, as reading."""
-        self._account.gained_s -= seconds
+        self._account.gained_s -= _DELAYED_THREADS * seconds
 
     def note_request(self) -> None:
         """A request has begun: its drafts are watched soon."""

@@ -185,13 +185,15 @@ def test_looking_at_steps_is_paid_for_like_reading(monkeypatch: pytest.MonkeyPat
     first = enrolled_and_begun(drafting)
     read(drafting, first, 1.0, 0.0)
     assert enrolled_and_begun(drafting).drafts_up_to > 0
-    # books what the step before took to look at: a tenth, of which a hundredth was earned
+    # books what the step before took to look at: two tenths, of which a hundredth was earned
     read(drafting, first, 1.0, 0.0)
     assert enrolled_and_begun(drafting).drafts_up_to == 0
-    # steps of other requests are not looked at
+    # each look counts twice, since the worker waits as long
     other = enrolled(drafting)
     other.draft_record = None
     read(drafting, other, 20.0, 0.0)
+    assert enrolled_and_begun(drafting).drafts_up_to == 0
+    read(drafting, other, 60.0, 0.0)
     assert enrolled_and_begun(drafting).drafts_up_to > 0
 
 
