@@ -94,6 +94,7 @@ class ByteLanes : public ByteRows {
     __builtin_memcpy(&bits, p, sizeof bits);
     return _mm512_set1_epi32(bits);
   }
+
   // Writes 16 keys to panel_.
   void transpose(const int8_t* keys) {
     for (int64_t d = 0; d < size_; d += 16) {
