@@ -41,20 +41,7 @@ class ByteLanes : public ByteRows {
 
   // Attends to positions key_begin … key_end-1 that are visible to each row.
   void attend(int64_t key_begin, int64_t key_end, Part part) {
-    switch (rows_.count()) {
-      case 3:
-        return attend_rows<3>(key_begin, key_end, part);
-      case 4:
-        return attend_rows<4>(key_begin, key_end, part);
-      case 5:
-        return attend_rows<5>(key_begin, key_end, part);
-      case 6:
-        return attend_rows<6>(key_begin, key_end, part);
-      case 7:
-        return attend_rows<7>(key_begin, key_end, part);
-      default:
-        return attend_rows<8>(key_begin, key_end, part);
-    }
+    with_rows(rows_.count(), [&](auto rows) { attend_rows<decltype(rows)::value>(key_begin, key_end, part); });
   }
 
  private:
@@ -151,20 +138,10 @@ class ByteLanes : public ByteRows {
     }
   }
 
-  // Groups of four values as [4, 16 groups, 16 depths, 4], for depths d … d+63; see `write` for their order.
+  // Groups of four values as [4, 16 groups, 16 depths, 4], for depths d … d+63; see `put_in_order`.
   void interleave_values(int64_t d, int64_t tile, int64_t begin, int64_t end) {
     for (int64_t n = round_down(begin, 4); n < end; n += 4) {
-      const int8_t* from = blocks_.value(tile + n) + d;
-      __m512i key[4];
-#pragma GCC unroll 4
-      for (int k = 0; k < 4; ++k) key[k] = _mm512_loadu_si512(from + k * size_);
-      const __m512i low01 = _mm512_unpacklo_epi8(key[0], key[1]), high01 = _mm512_unpackhi_epi8(key[0], key[1]);
-      const __m512i low23 = _mm512_unpacklo_epi8(key[2], key[3]), high23 = _mm512_unpackhi_epi8(key[2], key[3]);
-      int8_t* to = values_ + n / 4 * kBytes;
-      _mm512_store_si512(to, _mm512_unpacklo_epi16(low01, low23));
-      _mm512_store_si512(to + kTileKeys / 4 * kBytes, _mm512_unpackhi_epi16(low01, low23));
-      _mm512_store_si512(to + 2 * kTileKeys / 4 * kBytes, _mm512_unpacklo_epi16(high01, high23));
-      _mm512_store_si512(to + 3 * kTileKeys / 4 * kBytes, _mm512_unpackhi_epi16(high01, high23));
+      interleave(blocks_.value(tile + n) + d, size_, values_ + n / 4 * kBytes, kTileKeys / 4 * kBytes);
     }
   }
 
@@ -203,27 +180,20 @@ class ByteLanes : public ByteRows {
     }
   }
 
-  // Of four vectors of 64 depths, vector j has 16 l + 4 j … 16 l + 4 j + 3 in its lanes 4 l … 4 l + 3.
   void write(Part part) const {
     for (int64_t i = 0; i < rows_.count() * size_; i += kDepths) {
       VecF v[4];
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) v[j] = load(out_ + i + j * kLanes);
-      const VecF first01 = _mm512_shuffle_f32x4(v[0], v[1], 0x44),
-                 last01 = _mm512_shuffle_f32x4(v[0], v[1], 0xee);
-      const VecF first23 = _mm512_shuffle_f32x4(v[2], v[3], 0x44),
-                 last23 = _mm512_shuffle_f32x4(v[2], v[3], 0xee);
-      float* to = part.out + i;
-      store(to, _mm512_shuffle_f32x4(first01, first23, 0x88));
-      store(to + 16, _mm512_shuffle_f32x4(first01, first23, 0xdd));
-      store(to + 32, _mm512_shuffle_f32x4(last01, last23, 0x88));
-      store(to + 48, _mm512_shuffle_f32x4(last01, last23, 0xdd));
+      put_in_order(v);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) store(part.out + i + j * kLanes, v[j]);
     }
   }
 
   TileFetch<int8_t> fetch_;
   const int64_t size_;
-  float* const out_;     // [8, D], in the order of `write`
+  float* const out_;     // [8, D], in the order of `interleave`
   int8_t* const panel_;  // [D / 4, 16 keys, 4]
   alignas(64) int8_t values_[kTileKeys * kDepths];
 };

@@ -66,6 +66,30 @@ class ByteRows : protected DepthLanes<int8_t> {
   static __m512i low_of(__m512i value, __m512i high) {
     return _mm512_sub_epi32(value, _mm512_slli_epi32(high, 7));
   }
+  // Writes a group of four values, `size` numbers apart, as vectors of 16 depths, `step` bytes apart.
+  static void interleave(const int8_t* from, int64_t size, int8_t* to, int64_t step) {
+    __m512i key[4];
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) key[k] = _mm512_loadu_si512(from + k * size);
+    const __m512i low01 = _mm512_unpacklo_epi8(key[0], key[1]), high01 = _mm512_unpackhi_epi8(key[0], key[1]);
+    const __m512i low23 = _mm512_unpacklo_epi8(key[2], key[3]), high23 = _mm512_unpackhi_epi8(key[2], key[3]);
+    _mm512_store_si512(to, _mm512_unpacklo_epi16(low01, low23));
+    _mm512_store_si512(to + step, _mm512_unpackhi_epi16(low01, low23));
+    _mm512_store_si512(to + 2 * step, _mm512_unpacklo_epi16(high01, high23));
+    _mm512_store_si512(to + 3 * step, _mm512_unpackhi_epi16(high01, high23));
+  }
+  // Puts the 64 depths of such vectors in order: vector j has 16 l + 4 j … 16 l + 4 j + 3 in its lanes 4 l … 4
+  // l + 3.
+  static void put_in_order(VecF (&v)[4]) {
+    const VecF first01 = _mm512_shuffle_f32x4(v[0], v[1], 0x44),
+               last01 = _mm512_shuffle_f32x4(v[0], v[1], 0xee);
+    const VecF first23 = _mm512_shuffle_f32x4(v[2], v[3], 0x44),
+               last23 = _mm512_shuffle_f32x4(v[2], v[3], 0xee);
+    v[0] = _mm512_shuffle_f32x4(first01, first23, 0x88);
+    v[1] = _mm512_shuffle_f32x4(first01, first23, 0xdd);
+    v[2] = _mm512_shuffle_f32x4(last01, last23, 0x88);
+    v[3] = _mm512_shuffle_f32x4(last01, last23, 0xdd);
+  }
   // Four bytes to every 64th place.
   static void store_quads(int8_t* to, __m128i bytes) {
     alignas(16) int32_t quads[4];

@@ -113,27 +113,16 @@ class ByteTiles : public ByteRows {
     }
   }
 
-  // Groups of four keys as [16 groups, 16 depths, 4], for depths d … d+63; see `add_values` for their order.
+  // Groups of four keys as [16 groups, 16 depths, 4], for depths d … d+63; see `put_in_order`.
   // Other groups keep finite numbers, whose weights are zero.
   void interleave_values(int64_t tile, int64_t begin, int64_t end, int64_t d) {
     const int64_t size = blocks_.head_size;
     for (int64_t n = round_down(begin, 4); n < end; n += 4) {
-      const int8_t* from = blocks_.value(tile + n) + d;
-      __m512i key[4];
-#pragma GCC unroll 4
-      for (int k = 0; k < 4; ++k) key[k] = _mm512_loadu_si512(from + k * size);
-      const __m512i low01 = _mm512_unpacklo_epi8(key[0], key[1]), high01 = _mm512_unpackhi_epi8(key[0], key[1]);
-      const __m512i low23 = _mm512_unpacklo_epi8(key[2], key[3]), high23 = _mm512_unpackhi_epi8(key[2], key[3]);
-      int8_t* to = values_ + n / 4 * kTileRowBytes;
-      _mm512_store_si512(to, _mm512_unpacklo_epi16(low01, low23));
-      _mm512_store_si512(to + kTileBytes, _mm512_unpackhi_epi16(low01, low23));
-      _mm512_store_si512(to + 2 * kTileBytes, _mm512_unpacklo_epi16(high01, high23));
-      _mm512_store_si512(to + 3 * kTileBytes, _mm512_unpackhi_epi16(high01, high23));
+      interleave(blocks_.value(tile + n) + d, size, values_ + n / 4 * kTileRowBytes, kTileBytes);
     }
   }
 
-  // out[row, 64 depths from d] = out * rescale + weights * values. Tile j has depths 16 l + 4 j … + 3 in its
-  // lanes 4 l … 4 l + 3.
+  // out[row, 64 depths from d] = out * rescale + weights * values.
   void add_values(int64_t tile, int64_t begin, int64_t end, int64_t d, float* out) {
     interleave_values(tile, begin, end, d);
     finish_writes();
@@ -164,17 +153,11 @@ class ByteTiles : public ByteRows {
         const __m512i low = _mm512_load_si512(high + kMaxDepthRows * 16);
         v[j] = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(high), 7), low));
       }
-      const VecF first01 = _mm512_shuffle_f32x4(v[0], v[1], 0x44),
-                 last01 = _mm512_shuffle_f32x4(v[0], v[1], 0xee);
-      const VecF first23 = _mm512_shuffle_f32x4(v[2], v[3], 0x44),
-                 last23 = _mm512_shuffle_f32x4(v[2], v[3], 0xee);
-      const VecF sums[4] = {
-          _mm512_shuffle_f32x4(first01, first23, 0x88), _mm512_shuffle_f32x4(first01, first23, 0xdd),
-          _mm512_shuffle_f32x4(last01, last23, 0x88), _mm512_shuffle_f32x4(last01, last23, 0xdd)};
+      put_in_order(v);
       const VecF factor = set1(rescale_[i]), step = set1(weight_steps_[i]);
       float* to = out + i * blocks_.head_size;
 #pragma GCC unroll 4
-      for (int l = 0; l < 4; ++l) store(to + 16 * l, fma(sums[l], step, load(to + 16 * l) * factor));
+      for (int l = 0; l < 4; ++l) store(to + 16 * l, fma(v[l], step, load(to + 16 * l) * factor));
     }
   }
 

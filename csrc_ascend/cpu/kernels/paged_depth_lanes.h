@@ -16,6 +16,25 @@ constexpr int kMaxDepthRows = kLanes < 8 ? 2 : 8;
 // Of these rows, in whole vectors.
 constexpr int kPlaces = kMaxDepthRows < kLanes ? kLanes : kMaxDepthRows;
 
+// Calls body(constant number of rows) for three to eight rows.
+template <class Body>
+inline void with_rows(int64_t rows, const Body& body) {
+  switch (rows) {
+    case 3:
+      return body(std::integral_constant<int, 3>{});
+    case 4:
+      return body(std::integral_constant<int, 4>{});
+    case 5:
+      return body(std::integral_constant<int, 5>{});
+    case 6:
+      return body(std::integral_constant<int, 6>{});
+    case 7:
+      return body(std::integral_constant<int, 7>{});
+    default:
+      return body(std::integral_constant<int, 8>{});
+  }
+}
+
 // Elements per lane of a product, and the type of the stored queries.
 struct SingleDepths {
   using Query = float;

@@ -65,20 +65,7 @@ class KeyLanes : private DepthLanes<T> {
 
   // Attends to positions key_begin … key_end-1 that are visible to each row.
   void attend(int64_t key_begin, int64_t key_end, Part part) {
-    switch (rows_.count()) {
-      case 3:
-        return attend_rows<3>(key_begin, key_end, part);
-      case 4:
-        return attend_rows<4>(key_begin, key_end, part);
-      case 5:
-        return attend_rows<5>(key_begin, key_end, part);
-      case 6:
-        return attend_rows<6>(key_begin, key_end, part);
-      case 7:
-        return attend_rows<7>(key_begin, key_end, part);
-      default:
-        return attend_rows<8>(key_begin, key_end, part);
-    }
+    with_rows(rows_.count(), [&](auto rows) { attend_rows<decltype(rows)::value>(key_begin, key_end, part); });
   }
 
  private:
