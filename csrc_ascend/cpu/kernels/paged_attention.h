@@ -255,7 +255,8 @@ class PagedAttention {
   void run_fetching(const Attend& attend) {
     const KeyRange<Number> keys{&blocks_, item_.key_begin, item_.key_end};
     const HeadBlocks<Number> next_blocks = next_ == nullptr ? blocks_ : blocks_of(*next_);
-    run_with(Form(blocks_, rows_, scale(), scratch_, TileFetch(keys, next_keys(next_blocks))), attend);
+    run_with(Form(blocks_, rows_, scale(), scratch_, typename Form::Fetch(keys, next_keys(next_blocks))),
+             attend);
   }
 
   template <class Attend>

@@ -22,6 +22,7 @@ class ByteLanes : public ByteRows {
   static constexpr int64_t kBytes = 64;    // of a vector
 
  public:
+  using Fetch = TileFetch<int8_t, 3>;
   // Whether this is for `rows` rows of a sequence: with one or two of them sums over lanes cost less.
   static bool takes(int64_t rows, int64_t head_size) {
     return rows > 2 && rows <= kMaxDepthRows && supports(head_size);
@@ -32,7 +33,7 @@ class ByteLanes : public ByteRows {
 
   // fetch: of the tiles that follow each tile.
   ByteLanes(const HeadBlocks<int8_t>& blocks, const QueryRows& rows, float scale, float* scratch,
-            const TileFetch<int8_t>& fetch)
+            const Fetch& fetch)
       : ByteRows(blocks, rows, scale, scratch),
         fetch_(fetch),
         size_(blocks.head_size),
@@ -191,7 +192,7 @@ class ByteLanes : public ByteRows {
     }
   }
 
-  TileFetch<int8_t> fetch_;
+  Fetch fetch_;
   const int64_t size_;
   float* const out_;     // [8, D], in the order of `interleave`
   int8_t* const panel_;  // [D / 4, 16 keys, 4]

@@ -14,7 +14,8 @@ struct KeyRange {
   int64_t begin, end;  // equal if there are none
 };
 
-template <class T>
+// kLocality: as that of __builtin_prefetch: 2 for the L2 cache, where L1 is full, 3 for L1.
+template <class T, int kLocality = 2>
 class TileFetch {
  public:
   // keys: what is read from now on; next: what follows then, of another head or sequence.
@@ -26,11 +27,12 @@ class TileFetch {
     begin < keys_.end ? start(*keys_.blocks, begin, keys_.end) : start(*next_.blocks, next_.begin, next_.end);
   }
 
-  // Prefetches up to `lines` lines, into the L2 cache, since L1 is full.
+  // Prefetches up to `lines` lines.
   [[gnu::always_inline]] void some(int64_t lines) {
     if (run_ == runs_) return;
     const char* from = at_[run_] + line_ * kLine;
-    for (int64_t i = 0; i < min_of(lines, lines_ - line_); ++i) __builtin_prefetch(from + i * kLine, 0, 2);
+    for (int64_t i = 0; i < min_of(lines, lines_ - line_); ++i)
+      __builtin_prefetch(from + i * kLine, 0, kLocality);
     line_ += lines;
     if (line_ >= lines_) {
       line_ = 0;

@@ -31,6 +31,7 @@ class KeyLanes : private DepthLanes<T> {
   static constexpr int64_t kPanels = 2;         // of 16 transposed keys, at a time
 
  public:
+  using Fetch = TileFetch<T, 3>;
   // Whether this reads caches of T at all: without dot products, bytes would be split twice.
   static constexpr bool kReads = kHasPairDots || !kIsWidened;
   // Whether this is for `rows` rows of a sequence: with one or two of them sums over lanes cost less.
@@ -43,8 +44,7 @@ class KeyLanes : private DepthLanes<T> {
   }
 
   // fetch: of the tiles that follow each tile.
-  KeyLanes(const HeadBlocks<T>& blocks, const QueryRows& rows, float scale, float* scratch,
-           const TileFetch<T>& fetch)
+  KeyLanes(const HeadBlocks<T>& blocks, const QueryRows& rows, float scale, float* scratch, const Fetch& fetch)
       : Base(blocks, rows, scale, scratch),
         fetch_(fetch),
         size_(blocks.head_size),
@@ -260,7 +260,7 @@ class KeyLanes : private DepthLanes<T> {
     }
   }
 
-  TileFetch<T> fetch_;
+  Fetch fetch_;
   const int64_t size_;
   float* const out_;        // [8, D], in the order of `write`
   Number* const queries_;   // [8, D]
