@@ -124,13 +124,7 @@ class ByteLanes : public ByteRows {
     constexpr float kMost = 65535.0f;
     const int64_t first = round_down(begin, kLanes), last = round_up(end, kLanes);
     const float* weights = scores_ + i * kTileKeys;
-    VecF greatest = set1(0.0f);
-    for (int64_t n = first; n < last; n += kLanes) greatest = max(greatest, load(weights + n));
-    const float largest = reduce_max(greatest);
-    // below, 1 / largest is infinite, and so little does not count
-    const bool counts = largest > 1e-30f;
-    weight_steps_[i] = counts ? largest / kMost : 0.0f;
-    const VecF factor = set1(counts ? kMost / largest : 0.0f);
+    const VecF factor = set1(set_step(i, first, last, kMost));
     for (int64_t n = first; n < last; n += kLanes) {
       const __m512i value = _mm512_cvtps_epi32(load(weights + n) * factor);
       int8_t* to = weights_ + i * kTileKeys + n;

@@ -1,8 +1,8 @@
 // What the kernels for int8 caches and few query rows share: queries and weights as integers.
 //
-// They have 15 bits or more: the largest of a row is 127 * 128, so that they are as accurate as 16-bit
-// floating-point numbers need. Each is two bytes, v = 128 * high + low, which are multiplied apart; products
-// and sums are exact.
+// They have 15 bits, of which the largest of a row is 127 * 128, or 16 where weights have no sign: as accurate
+// as 16-bit floating-point numbers need. Each is two bytes, which are multiplied apart; products and sums are
+// exact.
 #pragma once
 
 #ifdef __AVX512VNNI__
@@ -58,6 +58,19 @@ class ByteRows : protected DepthLanes<int8_t> {
 
  protected:
   static constexpr float kLargest = 127.0f * 128.0f;
+
+  // Sets the step of a row's weights of keys first … last-1, whole vectors, so that the largest is `most` of
+  // them. Returns what turns weights into steps.
+  float set_step(int64_t i, int64_t first, int64_t last, float most) {
+    const float* weights = scores_ + i * kTileKeys;
+    VecF greatest = set1(0.0f);
+    for (int64_t n = first; n < last; n += kLanes) greatest = max(greatest, load(weights + n));
+    const float largest = reduce_max(greatest);
+    // below, 1 / largest is infinite, and so little does not count
+    const bool counts = largest > 1e-30f;
+    weight_steps_[i] = counts ? largest / most : 0.0f;
+    return counts ? most / largest : 0.0f;
+  }
 
   // value = 128 * high + low, both of one byte
   static __m512i high_of(__m512i value) {

@@ -96,13 +96,7 @@ class ByteTiles : public ByteRows {
   void round_weights(int64_t i, int64_t begin, int64_t end) {
     const int64_t first = round_down(begin, kLanes), last = round_up(end, kLanes);
     const float* weights = scores_ + i * kTileKeys;
-    VecF greatest = set1(0.0f);
-    for (int64_t n = first; n < last; n += kLanes) greatest = max(greatest, load(weights + n));
-    const float largest = reduce_max(greatest);
-    // below, 1 / largest is infinite, and so little does not count
-    const bool counts = largest > 1e-30f;
-    weight_steps_[i] = counts ? largest / kLargest : 0.0f;
-    const VecF factor = set1(counts ? kLargest / largest : 0.0f);
+    const VecF factor = set1(set_step(i, first, last, kLargest));
     for (int64_t n = 0; n < kTileKeys; n += kLanes) {
       const bool is_used = n >= first && n < last;
       const __m512i value = is_used ? _mm512_cvtps_epi32(load(weights + n) * factor) : _mm512_setzero_si512();
