@@ -47,7 +47,7 @@ _MOST_WATCH_STEPS = 64
 _LATE_STEPS = 16
 # what is known of steps of a size is worked out again after each of the first ones
 _FEW_NOTES = 3
-# the core and the worker are threads of one process: what one computes in Python delays the other by about as much
+# the core and a single worker are threads of one process: Python code of the one delays the other by about as much
 _DELAYED_THREADS = 2
 # share of a plain step that proposing may take for all drafts to be watched, not only the first one
 _CHEAP_SHARE = 0.25

@@ -85,15 +85,17 @@ class RowResult:
 
     @property
     def pairs(self) -> tuple[float, float] | None:
-        """Geometric mean of the ratios of ours to the peer's of each round, and its standard error; None: below two.
+        """Geometric mean of the ratios of ours to the peer's of each round, and its standard error.
+
+        None: there are fewer than two rounds, or one has a reading that is not positive, such as a pause.
 
         Of many short readings in turns it is more precise than the ratio of the medians, since a machine whose speed
         changes is as fast for both readings of a round.
         """
-        found = zip(self.readings.get("ours", ()), self.readings.get("peer", ()), strict=False)
-        logs = [math.log(mine / theirs) for mine, theirs in found]
-        if len(logs) < 2:
+        found = list(zip(self.readings.get("ours", ()), self.readings.get("peer", ()), strict=False))
+        if len(found) < 2 or min(map(min, found)) <= 0:
             return None
+        logs = [math.log(mine / theirs) for mine, theirs in found]
         mean = math.exp(statistics.fmean(logs))
         return mean, mean * statistics.stdev(logs) / math.sqrt(len(logs))
 

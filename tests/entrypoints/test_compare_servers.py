@@ -235,6 +235,8 @@ def test_medians_and_targets(program: types.ModuleType) -> None:
     memory.readings = {"ours": [401.0]}
     assert memory.as_dict()["meets_target"] is False, "it needs no peer"
     assert memory.pairs is None
+    memory.readings = {"ours": [0.0, 401.0], "peer": [3000.0, 600.0]}
+    assert memory.pairs is None
     assert "<= 0.5, 400" in "\n".join(program.report.lines([memory], None))
     assert start.share is None
     start.allowed = c8.allowed = [1.0, 5.0, 4.0]
