@@ -31,7 +31,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(isa: str, dtype: torch.dtype, 
     x = torch.randn(230, inputs, generator=generator).to(dtype)
     bias = torch.randn(outputs, generator=generator).to(dtype)
     together = layer(x, bias)
-    for rows in (1, 2, 3, 4, 5, 7, 97):
+    for rows in (*range(1, 17), 28, 33, 64, 65, 97):
         assert torch.equal(layer(x[-rows:], bias), together[-rows:]), rows
     torch.set_num_threads(1 if torch.get_num_threads() > 1 else 2)
     assert torch.equal(layer(x, bias), together)

@@ -65,14 +65,7 @@ ASCEND_VLLM_KERNEL(experts_mlp, ExpertsArgs)
 namespace ascend_vllm {
 namespace {
 
-// Maximum panels of a task.
-template <class T>
-constexpr int64_t kTaskPanels = kGroup;
-
 #ifdef __AMX_BF16__
-template <>
-constexpr int64_t kTaskPanels<bfloat16> = kStreamPanels;
-
 // Maximum rows of a task: as many as fit into TileMemory, as those of packed_linear.
 inline int64_t tile_task_rows(int64_t inputs) {
   const int64_t tiles = (inputs + kTileInputs - 1) / kTileInputs;
@@ -193,11 +186,11 @@ class ExpertsStep {
     const int64_t all_panels = (linear.out_features + kPanel - 1) / kPanel;
     const int64_t panels = linear.is_gated ? all_panels / 2 : all_panels;
     const int64_t work = rows_.size() * linear.in_features * linear.out_features / 8;
-    int64_t most = kTaskPanels<T>;
+    int64_t most = rows_.size() <= kStreamedRows * rows_.num_blocks() ? kStreamPanels : kGroup;
 #ifdef __AMX_BF16__
     static std::atomic<int64_t> calls{0};
     const int64_t call = ++calls;
-    if (kPairs && rows_.size() > kMostRowsInPlace * rows_.num_blocks()) most = kPackedPanels;
+    if (kPairs) most = rows_.size() > kMostRowsInPlace * rows_.num_blocks() ? kPackedPanels : kStreamPanels;
 #endif
     rows_.multiply(panels, most, work, [&](const ExpertsBlock& block, int64_t panel, int64_t count) {
       LinearArgs own = linear;
@@ -216,7 +209,7 @@ class ExpertsStep {
         return multiply_in_tiles(own, block, panel, count, call);
       }
 #endif
-      run_task<T>(own, x, x_stride, block.row, block.rows, panel, count);
+      run_wide_task<T>(own, x, x_stride, block.row, block.rows, panel, count, 0);
     });
   }
 

@@ -36,20 +36,20 @@ void packed_linear(const LinearArgs& a) {
   // if gated, only those of the first half, each of which implies one of the second
   const int64_t panels = a.is_gated ? a.out_features / 2 / kPanel : (a.out_features + kPanel - 1) / kPanel;
   const int64_t most_rows = a.is_gated ? kTaskRows / 2 : kTaskRows;
-  int64_t row_blocks = (a.rows + most_rows - 1) / most_rows, group = kGroup;
+  int64_t row_blocks = (a.rows + most_rows - 1) / most_rows;
+  int64_t group = a.rows <= kStreamedRows ? kStreamPanels : kGroup;
   const int threads = threads_for(a.rows * a.in_features * a.out_features / 8);
   // fewer rows and then panels per task if there would be too few tasks to balance the threads
   const auto are_too_few = [&] { return row_blocks * ((panels + group - 1) / group) < 4 * threads; };
   if (are_too_few()) row_blocks = (2 * a.rows + most_rows - 1) / most_rows;
   while (group > 1 && are_too_few()) group /= 2;
   const int64_t groups = (panels + group - 1) / group;
-  // threads take tasks in turn
-  LinearArgs own = a;
-  own.next = row_blocks == 1 ? threads * group * padded * kPanel : 0;
   const auto task = [&](int64_t index) {
     const int64_t block = index / groups, panel = index % groups * group;
     const int64_t row = a.rows * block / row_blocks, end = a.rows * (block + 1) / row_blocks;
-    run_task<T>(own, x, x_stride, row, end - row, panel, panel + group < panels ? group : panels - panel);
+    // threads take tasks in turn
+    const int64_t after = row_blocks == 1 ? panel + threads * group : 0;
+    run_wide_task<T>(a, x, x_stride, row, end - row, panel, std::min(group, panels - panel), after);
   };
   const auto widen = [&](int64_t t) { widen_row<T>(a, t, workspace + t * padded, padded); };
   // a small input is converted in this thread, since another barrier would cost more, above all on a busy

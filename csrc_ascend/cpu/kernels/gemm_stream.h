@@ -15,7 +15,6 @@ namespace {
 
 // Prefetch distance in bytes: one tile of weights. With 4,096 or more the share above is 91%.
 constexpr int64_t kStreamAhead = 1024;
-constexpr int64_t kStreamPanels = 16;  // maximum panels of a task
 
 // Rows [row, row + rows), at most 16, by at most kStreamPanels panels from `panel` on; if gated, also by the
 // corresponding panels of the second half. Inputs behind an odd number of them must be zero.

@@ -214,7 +214,7 @@ class StackedExpertsStep {
       }
     });
     const int64_t all_panels = (linear.out_features + kPanel - 1) / kPanel;
-    const int64_t most = rows_.size() <= kFewQuantizedRows * rows_.num_blocks() ? kFewRowsPanels : kGroup;
+    const int64_t most = rows_.size() <= kFewQuantizedRows * rows_.num_blocks() ? kStreamPanels : kGroup;
     rows_.multiply(linear.is_gated ? all_panels / 2 : all_panels, most,
                    rows_.size() * linear.in_features * linear.out_features / 8,
                    [&](const ExpertsBlock& block, int64_t panel, int64_t panels) {

@@ -65,11 +65,7 @@ void run_quantized(int64_t rows, int64_t panels, int64_t work, int64_t most_rows
 // Calls prepare(row) for each, in all threads if that is much work.
 template <class Prepare>
 void prepare_rows(int64_t rows, int64_t inputs, const Prepare& prepare) {
-  if (rows * inputs <= 2 * kMinWorkPerThread) {
-    for (int64_t t = 0; t < rows; ++t) prepare(t);
-    return;
-  }
-  parallel_for(rows, inputs, [&](int64_t begin, int64_t end) {
+  parallel_for(rows, 2 * inputs, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) prepare(t);
   });
 }
@@ -81,7 +77,8 @@ void run_product(const Args& a, const Product& product) {
   run_quantized(
       a.rows, a.is_gated ? all_panels / 2 : all_panels, a.rows * a.in_features * a.out_features / 8,
       Product::kSizes.most_rows(a.is_gated),
-      a.rows <= kFewQuantizedRows ? kFewRowsPanels : Product::kSizes.most_panels(a.is_gated),
+      a.rows <= std::max(kStreamedRows, kFewQuantizedRows) ? kStreamPanels
+                                                           : Product::kSizes.most_panels(a.is_gated),
       [&](int64_t row, int64_t rows, int64_t panel, int64_t panels) { product.run(row, rows, panel, panels); });
 }
 

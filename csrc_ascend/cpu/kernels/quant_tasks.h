@@ -49,7 +49,7 @@ struct QuantizedInputs {
   int64_t stride;          // elements from row to row
   int64_t tile_stride;     // the same of bfloat16 numbers, with each block of inputs padded to whole steps
   int64_t blocks;          // of a row
-  int64_t scales, totals;  // float, and int32 or float [rows, blocks]: scales, and sums of the integers
+  int64_t scales, totals;  // float and int32 [rows, blocks]: scales, and sums of the integers
   int64_t bytes;
 
   // inlined, or all callers would share the code of one instruction set
@@ -202,7 +202,7 @@ class QuantizedTask {
     if (kHasByteDots && a_.rounds_inputs) {
       int8_t* to = reinterpret_cast<int8_t*>(a_.workspace) + row * inputs_.stride;
       round_row(a_, weight_, x, to, inputs_.stride, scales() + row * inputs_.blocks,
-                reinterpret_cast<float*>(totals()) + row * inputs_.blocks);
+                totals() + row * inputs_.blocks);
       return arrange_bytes(weight_.bits, to, inputs_.stride);
     }
 #ifdef __AMX_BF16__
@@ -232,9 +232,8 @@ class QuantizedTask {
 #ifdef ASCEND_VLLM_BYTE_DOTS
     if (a_.rounds_inputs) {
       const int8_t* x = reinterpret_cast<const int8_t*>(a_.workspace) + row * inputs_.stride;
-      const float* totals_of = reinterpret_cast<const float*>(totals()) + row * inputs_.blocks;
       const ByteRows own{reinterpret_cast<const int32_t*>(x), inputs_.stride / 4,
-                         scales() + row * inputs_.blocks, totals_of, inputs_.blocks};
+                         scales() + row * inputs_.blocks, totals() + row * inputs_.blocks, inputs_.blocks};
       return multiply_rounded(weight_, own, rows, panel, panels, kSizes.stride(), sums);
     }
 #endif

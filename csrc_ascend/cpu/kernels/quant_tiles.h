@@ -5,8 +5,7 @@ namespace ascend_vllm {
 namespace {
 
 constexpr int kPanelInts = kPanel / kLanes;  // vectors of one word of a panel's outputs
-constexpr int64_t kFewQuantizedRows = 8;     // of a task with many panels, which are read one after the other
-constexpr int64_t kFewRowsPanels = 16;       // maximum panels of such a task
+constexpr int64_t kFewQuantizedRows = 8;     // of a task whose panels are read one after the other
 constexpr int64_t kFloatSlice = 64;          // inputs that are unpacked to floats at a time
 // rows of a tile by one panel that is unpacked in registers
 #if defined(__AVX512F__)
@@ -18,6 +17,39 @@ constexpr int kUnpackRows = 4;
 #endif
 // the same of 8-bit numbers
 constexpr int kInt8Rows = kLanes < 16 ? 5 : kHasByteDots ? 16 : 12;
+// The same of tiles by two panels, which load each input once for both; 0: there are none.
+constexpr int kTallUnpackRows = kLanes == 16 ? 12 : 0;
+constexpr int kTallByteRows = kLanes == 16 && kHasByteDots ? 6 : 0;
+constexpr int kTallInt8Rows = kLanes == 16 && kHasByteDots ? 14 : 0;
+// How many codes, as words, are prefetched ahead of those of two panels.
+constexpr int64_t kTallAhead = 4096 / 4;
+
+// The same behind a panel's word `word`: at the end of a tile's panels those of the next tile.
+template <int kPanels>
+inline int64_t fetched_ahead(int64_t word, int64_t words) {
+  if constexpr (kPanels == 1) return kFarAhead / 4;
+  return word * kPanel + kTallAhead < words * kPanel ? kTallAhead : kTallAhead + (kPanels - 1) * words * kPanel;
+}
+
+// Calls tile.operator()<kRows, kPanels>(first row, rows, panel) for all rows and panels: by one panel with up
+// to kOwnRows rows, or by two with up to kTallRows rows if there are many.
+template <int kOwnRows, int kTallRows, class Tile>
+inline void for_tiles(int64_t rows, int64_t panels, const Tile& tile) {
+  const auto run = [&]<int kRows, int kPanels>(int64_t panel) __attribute__((always_inline)) {
+    const int64_t tiles = (rows + kRows - 1) / kRows;
+    for (int64_t i = 0; i < tiles; ++i) {
+      const int64_t first = rows * i / tiles;
+      tile.template operator()<kRows, kPanels>(first, rows * (i + 1) / tiles - first, panel);
+    }
+  };
+  int64_t panel = 0;
+  if constexpr (kTallRows > 0) {
+    for (; rows > kFewQuantizedRows && panel + 2 <= panels; panel += 2) {
+      run.template operator()<kTallRows, 2>(panel);
+    }
+  }
+  for (; panel < panels; ++panel) run.template operator()<kOwnRows, 1>(panel);
+}
 
 // How a product is divided: most rows of a task and panels of its sums, and the same of gated products.
 struct PieceSizes {
@@ -104,17 +136,16 @@ inline void store_integers(int16_t* to, VecF v) { store_int16(to, v); }
 inline void store_integers(int8_t* to, VecF v) { store_int8(to, v); }
 
 // A row of x as 16-bit integers, or 8-bit ones, with the scale and the sum of each block.
-template <class T, class Integer, class Total>
+template <class T, class Integer>
 inline void round_row(const QuantizedLinearArgs& a, const QuantizedWeight& weight, const T* x, Integer* to,
-                      int64_t stride, float* scales, Total* totals) {
+                      int64_t stride, float* scales, int32_t* totals) {
   alignas(64) float values[QuantizedInputs::kBlock + kLanes];
   weight.for_blocks([&](int64_t, int64_t block, int64_t begin, int64_t end) {
     const int64_t n = end - begin;
-    VecF top = set1(0.0f), not_finite = set1(0.0f);
+    VecF top = set1(0.0f);
     const auto add = [&](int64_t i, VecF v) {
       store(values + i, v);
       top = max(top, abs(v));
-      not_finite = fma(v, set1(0.0f), not_finite);
     };
     for_lanes(
         n,
@@ -124,23 +155,25 @@ inline void round_row(const QuantizedLinearArgs& a, const QuantizedWeight& weigh
         [&](int64_t i, int rest) {
           add(i, a.order ? load_ordered(x, a.order + begin + i, rest) : load_n(x + begin + i, rest));
         });
-    const float largest = reduce_max(top), poison = reduce_add(not_finite);
-    scales[block] = (a.rounds_inputs ? largest / 127.0f : largest * (1.0f / 32767.0f)) + poison;
-    totals[block] = 0;
-    if (!(scales[block] > 1e-30f)) {
-      __builtin_memset(to + begin, 0, n * sizeof(Integer));
-      if (scales[block] <= 1e-30f) scales[block] = 0.0f;
-      return;
-    }
-    const VecF factor = set1(32767.0f / largest), scale = set1(scales[block]);
+    const float largest = reduce_max(top);
+    const float scale = a.rounds_inputs ? largest / 127.0f : largest * (1.0f / 32767.0f);
+    const VecF divisor = set1(scale), factor = set1(32767.0f / largest);
+    const bool is_zero = !(scale > 1e-30f);
     Integer* own = to + begin;
+    VecF sum = set1(0.0f);
     for (int64_t i = 0; i < n; i += kLanes) {
       const VecF value = load(values + i);
-      store_integers(own + i, round_nearest(a.rounds_inputs ? value / scale : value * factor));
+      const VecF integer = round_nearest(a.rounds_inputs ? value / divisor : value * factor);
+      // zeros as the values are, unless these are not finite
+      const VecF number = is_zero ? value * set1(0.0f) : integer;
+      store_integers(own + i, number);
+      sum = sum + number;
     }
-    int32_t total = 0;
-    for (int64_t i = 0; i < n; ++i) total += own[i];
-    totals[block] = static_cast<Total>(total);
+    // exact, unless a value is not finite
+    const float total = reduce_add(sum);
+    const bool is_finite = total - total == 0.0f;
+    scales[block] = !is_finite ? __builtin_nanf("") : is_zero ? 0.0f : scale;
+    totals[block] = is_finite ? static_cast<int32_t>(total) : 0;
   });
   __builtin_memset(to + a.in_features, 0, (stride - a.in_features) * sizeof(Integer));
 }
@@ -164,29 +197,46 @@ inline VecI pair_of(VecI words) {
   return and_i(shift_right<kBits * kPair>(words), mask);
 }
 
-// sums[kRows][kLanes] += a block's products with some outputs of one panel, unpacked in registers.
-template <int kRows, int kBits>
-inline void add_block(const IntegerRows& x, int64_t block, const uint32_t* w, int64_t first_word, int64_t words,
-                      VecF scale, VecI zero, float* sums) {
+// sums[kRows][kPanels * 16 of kGroup * 16] += a block's products with kLanes outputs of each panel, unpacked in
+// registers; panels are `panel_size` words apart.
+template <int kRows, int kBits, int kPanels>
+inline void add_block(const QuantizedWeight& weight, const IntegerRows& x, int64_t panel, int64_t lane,
+                      int64_t group, int64_t block, int64_t first_word, int64_t words, float* sums) {
   constexpr int kPairs = 16 / kBits;
   // sums of a row that do not wait for each other; they are exact, so their order does not matter
-  constexpr int kChains = kRows >= 4 ? 1 : kRows == 1 ? kPairs : 2;
-  VecI acc[kRows][kChains];
+  constexpr int kChains = kRows * kPanels >= 4 ? 1 : kRows == 1 ? kPairs : 2;
+  VecI acc[kRows][kPanels][kChains];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int p = 0; p < kPanels; ++p) {
 #pragma GCC unroll 4
-    for (int c = 0; c < kChains; ++c) acc[r][c] = set1_i(0);
+      for (int c = 0; c < kChains; ++c) acc[r][p][c] = set1_i(0);
+    }
   }
+  const uint32_t* w = weight.panel_codes(panel) + first_word * kPanel + lane;
+  const int64_t panel_size = weight.words * kPanel, ahead = fetched_ahead<kPanels>(first_word, weight.words);
   const int32_t* pairs = x.pairs + first_word * kPairs;
   for (int64_t u = 0; u < words; ++u) {
-    const VecI word = load_i(w + u * kPanel);
-    __builtin_prefetch(reinterpret_cast<const char*>(w + u * kPanel) + kAhead);
+    VecI word[kPanels];
+#pragma GCC unroll 2
+    for (int p = 0; p < kPanels; ++p) {
+      const uint32_t* own = w + p * panel_size + u * kPanel;
+      word[p] = load_i(own);
+      __builtin_prefetch(own + ahead);
+    }
     const auto multiply = [&]<int kPair>() __attribute__((always_inline)) {
-      const VecI pair = pair_of<kBits, kPair>(word);
+      VecI pair[kPanels];
+#pragma GCC unroll 2
+      for (int p = 0; p < kPanels; ++p) pair[p] = pair_of<kBits, kPair>(word[p]);
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        VecI& sum = acc[r][kPair % kChains];
-        sum = dot_halves(sum, set1_i(pairs[r * x.stride + u * kPairs + kPair]), pair);
+        const VecI input = set1_i(pairs[r * x.stride + u * kPairs + kPair]);
+#pragma GCC unroll 2
+        for (int p = 0; p < kPanels; ++p) {
+          VecI& sum = acc[r][p][kPair % kChains];
+          sum = dot_halves(sum, input, pair[p]);
+        }
       }
     };
     multiply.template operator()<0>();
@@ -196,59 +246,58 @@ inline void add_block(const IntegerRows& x, int64_t block, const uint32_t* w, in
       multiply.template operator()<3>();
     }
   }
+#pragma GCC unroll 2
+  for (int p = 0; p < kPanels; ++p) {
+    const VecI zero = weight.load_zeros(panel + p, group, lane);
+    const VecF scale = weight.load_scales(panel + p, group, lane);
 #pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-    VecI sum = acc[r][0];
+    for (int r = 0; r < kRows; ++r) {
+      VecI sum = acc[r][p][0];
 #pragma GCC unroll 4
-    for (int c = 1; c < kChains; ++c) sum = add_i(sum, acc[r][c]);
-    sum = sub_i(sum, mul_i(zero, set1_i(x.totals[r * x.blocks + block])));
-    float* to = sums + r * kGroup * kPanel;
-    const VecF product = to_float(sum) * set1(x.scales[r * x.blocks + block]);
-    store(to, block == 0 ? product * scale : fma(product, scale, load(to)));
+      for (int c = 1; c < kChains; ++c) sum = add_i(sum, acc[r][p][c]);
+      sum = sub_i(sum, mul_i(zero, set1_i(x.totals[r * x.blocks + block])));
+      float* to = sums + (r * kGroup + p) * kPanel;
+      const VecF product = to_float(sum) * set1(x.scales[r * x.blocks + block]);
+      store(to, block == 0 ? product * scale : fma(product, scale, load(to)));
+    }
   }
 }
 
-// sums[kRows][16 of kGroup * 16] = integer rows by one panel.
-template <int kRows, int kBits>
+// sums[kRows][kPanels * 16 of kGroup * 16] = integer rows by panels.
+template <int kRows, int kBits, int kPanels>
 __attribute__((noinline)) void multiply_tile_of_codes(const QuantizedWeight& weight, const IntegerRows& x,
                                                       int64_t panel, float* sums) {
   constexpr int64_t kInputs = 32 / kBits;
-  const uint32_t* codes = weight.panel_codes(panel);
   weight.for_blocks([&](int64_t group, int64_t block, int64_t begin, int64_t end) {
     const int64_t first = begin / kInputs, words = (end + kInputs - 1) / kInputs - first;
 #pragma GCC unroll 4
     for (int64_t lane = 0; lane < kPanel; lane += kLanes) {
-      add_block<kRows, kBits>(x, block, codes + first * kPanel + lane, first, words,
-                              weight.load_scales(panel, group, lane), weight.load_zeros(panel, group, lane),
-                              sums + lane);
+      add_block<kRows, kBits, kPanels>(weight, x, panel, lane, group, block, first, words, sums + lane);
     }
   });
 }
 
 // Chooses the code for `rows` <= kRows rows.
-template <int kRows, int kBits>
+template <int kRows, int kBits, int kPanels>
 inline void multiply_codes(int64_t rows, const QuantizedWeight& weight, const IntegerRows& x, int64_t panel,
                            float* sums) {
   if constexpr (kRows > 1) {
-    if (rows < kRows) return multiply_codes<kRows - 1, kBits>(rows, weight, x, panel, sums);
+    if (rows < kRows) return multiply_codes<kRows - 1, kBits, kPanels>(rows, weight, x, panel, sums);
   }
-  multiply_tile_of_codes<kRows, kBits>(weight, x, panel, sums);
+  multiply_tile_of_codes<kRows, kBits, kPanels>(weight, x, panel, sums);
 }
 
 // sums[rows][kGroup * 16] = integer rows by panels.
 inline void multiply_integers(const QuantizedWeight& weight, const IntegerRows& x, int64_t rows, int64_t panel,
                               int64_t panels, float* sums) {
-  const int64_t tiles = (rows + kUnpackRows - 1) / kUnpackRows;
-  for (int64_t p = 0; p < panels; ++p) {
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t first = rows * tile / tiles, count = rows * (tile + 1) / tiles - first;
-      const IntegerRows own{x.pairs + first * x.stride, x.stride, x.scales + first * x.blocks,
-                            x.totals + first * x.blocks, x.blocks};
-      float* to = sums + (first * kGroup + p) * kPanel;
-      weight.bits == 4 ? multiply_codes<kUnpackRows, 4>(count, weight, own, panel + p, to)
-                       : multiply_codes<kUnpackRows, 8>(count, weight, own, panel + p, to);
-    }
-  }
+  for_tiles<kUnpackRows, kTallUnpackRows>(
+      rows, panels, [&]<int kRows, int kPanels>(int64_t first, int64_t count, int64_t p) {
+        const IntegerRows own{x.pairs + first * x.stride, x.stride, x.scales + first * x.blocks,
+                              x.totals + first * x.blocks, x.blocks};
+        float* to = sums + (first * kGroup + p) * kPanel;
+        weight.bits == 4 ? multiply_codes<kRows, 4, kPanels>(count, weight, own, panel + p, to)
+                         : multiply_codes<kRows, 8, kPanels>(count, weight, own, panel + p, to);
+      });
 }
 
 #ifdef ASCEND_VLLM_BYTE_DOTS
@@ -270,93 +319,133 @@ inline void arrange_bytes(int bits, int8_t* x, int64_t size) {
 // Rows of 8-bit integers in quads.
 struct ByteRows {
   const int32_t* quads;
-  int64_t stride;       // quads from row to row
-  const float* scales;  // [rows, blocks]
-  const float* totals;  // [rows, blocks]
+  int64_t stride;         // quads from row to row
+  const float* scales;    // [rows, blocks]
+  const int32_t* totals;  // [rows, blocks]
   int64_t blocks;
 };
 
-// sums[kRows][kLanes] = 8-bit rows by some outputs of one panel, from `lane` on. Sums of blocks are added as
-// those of 16-bit integers.
-template <int kRows, int kBits>
+// sums[kRows][kPanels * 16 of sums_stride] = 8-bit rows by kLanes outputs of each panel, from `lane` on. A
+// block's sum is exact; those of a group are added in float32 and then scaled.
+template <int kRows, int kBits, int kPanels>
 __attribute__((noinline)) void multiply_tile_of_bytes(const QuantizedWeight& weight, const ByteRows& x,
                                                       int64_t panel, int64_t lane, int64_t sums_stride,
                                                       float* sums) {
   constexpr int kQuads = 8 / kBits, kInputs = 4 * kQuads;
-  constexpr int kChains = kRows == 1 ? kQuads : 1;
+  constexpr int kChains = kRows * kPanels == 1 ? kQuads : 1;
+  constexpr int kMiddleBits = kBits == 8 ? 7 : 3;  // the middle of the codes is a power of two
+  constexpr bool kStartsAtMiddle = kBits == 4 || kByteBias == 0;
   const uint32_t* codes = weight.panel_codes(panel) + lane;
-  VecF results[kRows];
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) results[r] = set1(0.0f);
+  const int64_t panel_size = weight.words * kPanel;
   int64_t block = 0;
   for (int64_t group = 0; group < weight.groups; ++group) {
-    const VecF scale = weight.load_scales(panel, group, lane);
-    constexpr float kBias = kBits == 8 ? kByteBias : 0;
-    const VecF minus_zero = set1(kBias) - to_float(weight.load_zeros(panel, group, lane));
+    VecF parts[kRows][kPanels];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int p = 0; p < kPanels; ++p) parts[r][p] = set1(0.0f);
+    }
     const int64_t last = std::min(weight.in_features, (group + 1) * weight.group_size);
     for (int64_t begin = group * weight.group_size; begin < last; begin += weight.block_inputs, ++block) {
       const int64_t end = std::min(last, begin + weight.block_inputs);
-      VecI acc[kRows][kChains];
+      VecI acc[kRows][kPanels][kChains];
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
+        const VecI total = set1_i(x.totals[r * x.blocks + block]);
+        const VecI start = kStartsAtMiddle ? sub_i(set1_i(0), shift_left<kMiddleBits>(total)) : set1_i(0);
 #pragma GCC unroll 2
-        for (int c = 0; c < kChains; ++c) acc[r][c] = set1_i(0);
+        for (int p = 0; p < kPanels; ++p) {
+          acc[r][p][0] = start;
+          if constexpr (kChains == 2) acc[r][p][1] = set1_i(0);
+        }
       }
+      const int64_t ahead = fetched_ahead<kPanels>(begin / kInputs, weight.words);
       for (int64_t u = begin / kInputs; u < (end + kInputs - 1) / kInputs; ++u) {
-        const VecI word = load_i(codes + u * kPanel);
-        __builtin_prefetch(reinterpret_cast<const char*>(codes + u * kPanel) + kAhead);
+        VecI word[kPanels];
+#pragma GCC unroll 2
+        for (int p = 0; p < kPanels; ++p) {
+          const uint32_t* own = codes + p * panel_size + u * kPanel;
+          word[p] = load_i(own);
+          __builtin_prefetch(own + ahead);
+        }
         const VecI mask = set1_i(0x0f0f0f0f);
-        const VecI first = kBits == 4 ? and_i(word, mask) : byte_operand(word);
-        const VecI second = and_i(shift_right<4>(word), mask);
+        const auto multiply = [&]<int kQuad>() __attribute__((always_inline)) {
+          VecI quad[kPanels];
+#pragma GCC unroll 2
+          for (int p = 0; p < kPanels; ++p) {
+            quad[p] = kBits == 4 ? and_i(shift_right<4 * kQuad>(word[p]), mask) : byte_operand(word[p]);
+          }
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
-          const int32_t* quads = x.quads + r * x.stride + u * kQuads;
-          acc[r][0] = dot_bytes(acc[r][0], first, set1_i(quads[0]));
-          if constexpr (kBits == 4) {
-            acc[r][kChains - 1] = dot_bytes(acc[r][kChains - 1], second, set1_i(quads[1]));
+          for (int r = 0; r < kRows; ++r) {
+            const VecI input = set1_i(x.quads[r * x.stride + u * kQuads + kQuad]);
+#pragma GCC unroll 2
+            for (int p = 0; p < kPanels; ++p) {
+              VecI& sum = acc[r][p][kQuad % kChains];
+              sum = dot_bytes(sum, quad[p], input);
+            }
+          }
+        };
+        multiply.template operator()<0>();
+        if constexpr (kQuads == 2) multiply.template operator()<1>();
+      }
+      if (weight.zeros != nullptr) {
+#pragma GCC unroll 2
+        for (int p = 0; p < kPanels; ++p) {
+          const VecI offset = sub_i(weight.load_zeros(panel + p, group, lane), set1_i(weight.middle));
+#pragma GCC unroll 16
+          for (int r = 0; r < kRows; ++r) {
+            acc[r][p][0] = sub_i(acc[r][p][0], mul_i(offset, set1_i(x.totals[r * x.blocks + block])));
           }
         }
       }
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        VecI sum = acc[r][0];
-        if constexpr (kChains == 2) sum = add_i(sum, acc[r][1]);
-        // whole numbers below 2^24, and so exact
-        const VecF whole = fma(minus_zero, set1(x.totals[r * x.blocks + block]), to_float(sum));
-        results[r] = fma(whole * set1(x.scales[r * x.blocks + block]), scale, results[r]);
+        const VecF scale = set1(x.scales[r * x.blocks + block]);
+#pragma GCC unroll 2
+        for (int p = 0; p < kPanels; ++p) {
+          VecI sum = acc[r][p][0];
+          if constexpr (kChains == 2) sum = add_i(sum, acc[r][p][1]);
+          parts[r][p] = fma(to_float(sum), scale, parts[r][p]);
+        }
+      }
+    }
+#pragma GCC unroll 2
+    for (int p = 0; p < kPanels; ++p) {
+      const VecF scale = weight.load_scales(panel + p, group, lane);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        float* to = sums + r * sums_stride + p * kPanel;
+        store(to, group == 0 ? parts[r][p] * scale : fma(parts[r][p], scale, load(to)));
       }
     }
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) store(sums + r * sums_stride, results[r]);
 }
 
 // Chooses the code for `rows` <= kRows rows.
-template <int kRows, int kBits>
+template <int kRows, int kBits, int kPanels>
 inline void multiply_bytes(int64_t rows, const QuantizedWeight& weight, const ByteRows& x, int64_t panel,
                            int64_t sums_stride, float* sums) {
   if constexpr (kRows > 1) {
-    if (rows < kRows) return multiply_bytes<kRows - 1, kBits>(rows, weight, x, panel, sums_stride, sums);
+    if (rows < kRows) {
+      return multiply_bytes<kRows - 1, kBits, kPanels>(rows, weight, x, panel, sums_stride, sums);
+    }
   }
   for (int64_t lane = 0; lane < kPanel; lane += kLanes) {
-    multiply_tile_of_bytes<kRows, kBits>(weight, x, panel, lane, sums_stride, sums + lane);
+    multiply_tile_of_bytes<kRows, kBits, kPanels>(weight, x, panel, lane, sums_stride, sums + lane);
   }
 }
 
 // sums[rows][sums_stride] = 8-bit rows, whose blocks are rounded, by panels.
 inline void multiply_rounded(const QuantizedWeight& weight, const ByteRows& x, int64_t rows, int64_t panel,
                              int64_t panels, int64_t sums_stride, float* sums) {
-  const int64_t tiles = (rows + kUnpackRows - 1) / kUnpackRows;
-  for (int64_t p = 0; p < panels; ++p) {
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t first = rows * tile / tiles, count = rows * (tile + 1) / tiles - first;
-      const ByteRows own{x.quads + first * x.stride, x.stride, x.scales + first * x.blocks,
-                         x.totals + first * x.blocks, x.blocks};
-      float* to = sums + first * sums_stride + p * kPanel;
-      weight.bits == 4 ? multiply_bytes<kUnpackRows, 4>(count, weight, own, panel + p, sums_stride, to)
-                       : multiply_bytes<kUnpackRows, 8>(count, weight, own, panel + p, sums_stride, to);
-    }
-  }
+  for_tiles<kUnpackRows, kTallByteRows>(
+      rows, panels, [&]<int kRows, int kPanels>(int64_t first, int64_t count, int64_t p) {
+        const ByteRows own{x.quads + first * x.stride, x.stride, x.scales + first * x.blocks,
+                           x.totals + first * x.blocks, x.blocks};
+        float* to = sums + first * sums_stride + p * kPanel;
+        weight.bits == 4 ? multiply_bytes<kRows, 4, kPanels>(count, weight, own, panel + p, sums_stride, to)
+                         : multiply_bytes<kRows, 8, kPanels>(count, weight, own, panel + p, sums_stride, to);
+      });
 }
 
 #else
@@ -588,30 +677,32 @@ class Int8Results {
   alignas(64) int32_t weight_sums_[kPanel] = {};
 };
 
-// sums[kRows][16 of kGroup * 16] = rows from `row` on by one panel; x and totals are those of `row`.
-template <int kRows>
+// sums[kRows][kPanels * 16 of kGroup * 16] = rows from `row` on by panels; x and totals are those of `row`.
+template <int kRows, int kPanels>
 __attribute__((noinline)) void multiply_int8_tile(const Int8LinearArgs& a, const int32_t* x, int64_t x_stride,
                                                   const int32_t* totals, int64_t row, int64_t panel,
                                                   float* sums) {
+  constexpr int kVectors = kPanels * kPanelInts;
   // sums of a row that do not wait for each other
-  constexpr int kChains = kPanelInts > 1 || kRows >= 4 ? 1 : kRows == 1 ? 4 : 2;
-  VecI acc[kRows][kPanelInts][kChains];
+  constexpr int kChains = kVectors > 1 || kRows >= 4 ? 1 : kRows == 1 ? 4 : 2;
+  VecI acc[kRows][kVectors][kChains];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kPanelInts; ++v) {
+    for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 4
       for (int c = 0; c < kChains; ++c) acc[r][v][c] = set1_i(0);
     }
   }
   const int64_t words = (a.in_features + 3) / 4;
   const uint32_t* w = a.codes + panel * words * kPanel;
-  const auto add = [&]<int kChain>(int64_t u) __attribute__((always_inline)) {
-    __builtin_prefetch(reinterpret_cast<const char*>(w + u * kPanel) + kAhead);
-    VecI word[kPanelInts];
+  const auto add = [&]<int kChain>(int64_t u, int64_t ahead) __attribute__((always_inline)) {
+    VecI word[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kPanelInts; ++v) {
-      const VecI codes = load_i(w + u * kPanel + v * kLanes);
+    for (int v = 0; v < kVectors; ++v) {
+      const uint32_t* own = w + (v / kPanelInts * words + u) * kPanel + v % kPanelInts * kLanes;
+      if (v % kPanelInts == 0) __builtin_prefetch(own + ahead);
+      const VecI codes = load_i(own);
       word[v] = kHasByteDots ? byte_operand(codes) : codes;
     }
 #pragma GCC unroll 16
@@ -620,61 +711,68 @@ __attribute__((noinline)) void multiply_int8_tile(const Int8LinearArgs& a, const
       if constexpr (kHasByteDots) {
         const VecI input = set1_i(*units);
 #pragma GCC unroll 4
-        for (int v = 0; v < kPanelInts; ++v) acc[r][v][kChain] = dot_bytes(acc[r][v][kChain], word[v], input);
+        for (int v = 0; v < kVectors; ++v) acc[r][v][kChain] = dot_bytes(acc[r][v][kChain], word[v], input);
       } else {
         const VecI even = set1_i(units[0]), odd = set1_i(units[1]);
 #pragma GCC unroll 4
-        for (int v = 0; v < kPanelInts; ++v) {
+        for (int v = 0; v < kVectors; ++v) {
           const VecI sum = dot_halves(acc[r][v][kChain], even, pair_of<8, 0>(word[v]));
           acc[r][v][kChain] = dot_halves(sum, odd, pair_of<8, 1>(word[v]));
         }
       }
     }
   };
-  int64_t u = 0;
-  for (; u + kChains <= words; u += kChains) {
-    add.template operator()<0>(u);
-    if constexpr (kChains > 1) add.template operator()<1>(u + 1);
-    if constexpr (kChains > 2) {
-      add.template operator()<2>(u + 2);
-      add.template operator()<3>(u + 3);
+  const auto add_all = [&](int64_t u, int64_t end, int64_t ahead) __attribute__((always_inline)) {
+    for (; u + kChains <= end; u += kChains) {
+      add.template operator()<0>(u, ahead);
+      if constexpr (kChains > 1) add.template operator()<1>(u + 1, ahead);
+      if constexpr (kChains > 2) {
+        add.template operator()<2>(u + 2, ahead);
+        add.template operator()<3>(u + 3, ahead);
+      }
     }
-  }
-  for (; u < words; ++u) add.template operator()<0>(u);
-  const Int8Results results(a, panel);
+    for (; u < end; ++u) add.template operator()<0>(u, ahead);
+  };
+  const int64_t turn = kPanels == 1 ? words : std::max<int64_t>(0, words - kTallAhead / kPanel);
+  add_all(0, turn, fetched_ahead<kPanels>(0, words));
+  if (turn < words) add_all(turn, words, fetched_ahead<kPanels>(words, words));
+#pragma GCC unroll 4
+  for (int p = 0; p < kPanels; ++p) {
+    const Int8Results results(a, panel + p);
 #pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kPanelInts; ++v) {
-      VecI sum = acc[r][v][0];
+      for (int v = 0; v < kPanelInts; ++v) {
+        const VecI* own = acc[r][p * kPanelInts + v];
+        VecI sum = own[0];
 #pragma GCC unroll 4
-      for (int c = 1; c < kChains; ++c) sum = add_i(sum, acc[r][v][c]);
-      store(sums + r * kGroup * kPanel + v * kLanes, results.of(sum, totals[r], row + r, v * kLanes));
+        for (int c = 1; c < kChains; ++c) sum = add_i(sum, own[c]);
+        store(sums + (r * kGroup + p) * kPanel + v * kLanes, results.of(sum, totals[r], row + r, v * kLanes));
+      }
     }
   }
 }
 
 // Chooses the code for `rows` <= kRows rows.
-template <int kRows>
+template <int kRows, int kPanels>
 inline void multiply_int8_rows(int64_t rows, const Int8LinearArgs& a, const int32_t* x, int64_t x_stride,
                                const int32_t* totals, int64_t row, int64_t panel, float* sums) {
   if constexpr (kRows > 1) {
-    if (rows < kRows) return multiply_int8_rows<kRows - 1>(rows, a, x, x_stride, totals, row, panel, sums);
+    if (rows < kRows) {
+      return multiply_int8_rows<kRows - 1, kPanels>(rows, a, x, x_stride, totals, row, panel, sums);
+    }
   }
-  multiply_int8_tile<kRows>(a, x, x_stride, totals, row, panel, sums);
+  multiply_int8_tile<kRows, kPanels>(a, x, x_stride, totals, row, panel, sums);
 }
 
 // sums[rows][kGroup * 16] = rows from `row` on by panels.
 inline void multiply_int8(const Int8LinearArgs& a, const int32_t* x, int64_t x_stride, const int32_t* totals,
                           int64_t row, int64_t rows, int64_t panel, int64_t panels, float* sums) {
-  const int64_t tiles = (rows + kInt8Rows - 1) / kInt8Rows;
-  for (int64_t p = 0; p < panels; ++p) {
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t first = rows * tile / tiles, count = rows * (tile + 1) / tiles - first;
-      multiply_int8_rows<kInt8Rows>(count, a, x + first * x_stride, x_stride, totals + first, row + first,
-                                    panel + p, sums + (first * kGroup + p) * kPanel);
-    }
-  }
+  for_tiles<kInt8Rows, kTallInt8Rows>(
+      rows, panels, [&]<int kRows, int kPanels>(int64_t first, int64_t count, int64_t p) {
+        multiply_int8_rows<kRows, kPanels>(count, a, x + first * x_stride, x_stride, totals + first,
+                                           row + first, panel + p, sums + (first * kGroup + p) * kPanel);
+      });
 }
 
 }  // namespace
