@@ -29,6 +29,14 @@ inline void run_parts(int64_t parts, int threads, const Part& part) {
       &part);
 }
 
+// Which of `parts` the index-th one to be taken is, so that each thread's follow one another while threads take
+// them in turn: weights that a thread reads are then one stream, and what it prefetches behind a part is its
+// next one.
+inline int64_t part_in_turn(int64_t index, int64_t parts, int threads) {
+  const int64_t thread = index % threads, longer = parts % threads;
+  return thread * (parts / threads) + std::min(thread, longer) + index / threads;
+}
+
 // Calls body(begin, end) on parts of [0, n), in parallel if n * work_per_item elementary operations are enough.
 template <class Body>
 inline void parallel_for(int64_t n, int64_t work_per_item, const Body& body) {

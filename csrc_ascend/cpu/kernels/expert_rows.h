@@ -94,8 +94,8 @@ class ExpertRows {
     while (group > 1 && num_blocks_ * ((panels + group - 1) / group) < 4 * threads) group /= 2;
     const int64_t groups = (panels + group - 1) / group;
     const auto run = [&](int64_t index) {
-      const int64_t panel = index % groups * group;
-      task(blocks_[index / groups], panel, std::min(group, panels - panel));
+      const int64_t part = part_in_turn(index, num_blocks_ * groups, threads), panel = part % groups * group;
+      task(blocks_[part / groups], panel, std::min(group, panels - panel));
     };
     if (threads == 1) {
       for (int64_t i = 0; i < num_blocks_ * groups; ++i) run(i);

@@ -45,11 +45,11 @@ void packed_linear(const LinearArgs& a) {
   while (group > 1 && are_too_few()) group /= 2;
   const int64_t groups = (panels + group - 1) / group;
   const auto task = [&](int64_t index) {
-    const int64_t block = index / groups, panel = index % groups * group;
+    const int64_t part = part_in_turn(index, row_blocks * groups, threads);
+    const int64_t block = part / groups, panel = part % groups * group;
     const int64_t row = a.rows * block / row_blocks, end = a.rows * (block + 1) / row_blocks;
-    // threads take tasks in turn
-    const int64_t after = row_blocks == 1 ? panel + threads * group : 0;
-    run_wide_task<T>(a, x, x_stride, row, end - row, panel, std::min(group, panels - panel), after);
+    run_wide_task<T>(a, x, x_stride, row, end - row, panel, std::min(group, panels - panel),
+                     row_blocks == 1 ? panel + group : 0);
   };
   const auto widen = [&](int64_t t) { widen_row<T>(a, t, workspace + t * padded, padded); };
   // a small input is converted in this thread, since another barrier would cost more, above all on a busy

@@ -51,7 +51,8 @@ void run_quantized(int64_t rows, int64_t panels, int64_t work, int64_t most_rows
   }
   const int64_t groups = (panels + group - 1) / group;
   const auto run = [&](int64_t index) {
-    const int64_t block = index / groups, panel = index % groups * group;
+    const int64_t part = part_in_turn(index, row_blocks * groups, threads);
+    const int64_t block = part / groups, panel = part % groups * group;
     const int64_t row = rows * block / row_blocks, end = rows * (block + 1) / row_blocks;
     task(row, end - row, panel, std::min(group, panels - panel));
   };
