@@ -98,8 +98,21 @@ inline void add_values(const TileRows<typename Kind::Key>& values, const typenam
   }
 }
 
+#ifdef __AVX512F__
+// Indices for permutations of 16-bit lanes: first, first + behind, first + 1, first + 1 + behind, …
+inline __m512i alternating_halves(int first, int behind) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i even = _mm512_add_epi32(lane, _mm512_set1_epi32(first));
+  return _mm512_or_si512(even, _mm512_slli_epi32(_mm512_add_epi32(even, _mm512_set1_epi32(behind)), 16));
+}
+#endif
+
 // Rounds two vectors and interleaves their lanes.
 inline void store_pairs(bfloat16* p, VecF first, VecF second) {
+#ifdef __AVX512BF16__
+  const auto rounded = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi16(alternating_halves(0, kLanes), rounded));
+#else
   bfloat16 rounded[2][kLanes];
   store(rounded[0], first);
   store(rounded[1], second);
@@ -107,6 +120,7 @@ inline void store_pairs(bfloat16* p, VecF first, VecF second) {
     p[2 * i] = rounded[0][i];
     p[2 * i + 1] = rounded[1][i];
   }
+#endif
 }
 
 }  // namespace

@@ -8,6 +8,8 @@
 #pragma once
 
 #include "cpu/kernels/paged_products.h"
+// after the former
+#include "cpu/kernels/paged_transpose.h"
 
 namespace ascend_vllm {
 namespace {
@@ -53,12 +55,13 @@ class QueryLanes {
       constexpr int kWidth = decltype(vecs)::value * kLanes;
       Query* panel = queries_ + first * size;
       const int64_t used = min_of(kWidth, rows_.count() - first);
+      const int64_t whole = transpose_queries<kWidth>(query, first, used, panel);
       for (int64_t lane = 0; lane < used; ++lane) {
         const T* from = query(rows_.begin + first + lane);
-        for (int64_t d = 0; d < size; ++d) panel[position_of(d, lane, kWidth)] = convert(from[d]);
+        for (int64_t d = whole; d < size; ++d) panel[position_of(d, lane, kWidth)] = convert(from[d]);
       }
       for (int64_t lane = used; lane < kWidth; ++lane) {
-        for (int64_t d = 0; d < size; ++d) panel[position_of(d, lane, kWidth)] = Query{};
+        for (int64_t d = whole; d < size; ++d) panel[position_of(d, lane, kWidth)] = Query{};
       }
     });
   }
@@ -86,9 +89,10 @@ class QueryLanes {
       constexpr int kWidth = decltype(vecs)::value * kLanes;
       const float* panel = out_ + first * size;
       const int64_t used = min_of(kWidth, rows_.count() - first);
+      const int64_t whole = transpose_out<kWidth>(panel, used, part.out + first * size);
       for (int64_t lane = 0; lane < used; ++lane) {
         float* to = part.out + (first + lane) * size;
-        for (int64_t d = 0; d < size; ++d) to[d] = panel[d * kWidth + lane];
+        for (int64_t d = whole; d < size; ++d) to[d] = panel[d * kWidth + lane];
         part.max[first + lane] = max_[first + lane];
         part.sum[first + lane] = sum_[first + lane];
       }
@@ -96,6 +100,61 @@ class QueryLanes {
   }
 
  private:
+  // What transposing several rows at once has done of load_queries: so many numbers of each row.
+  template <int kWidth, class RowOf>
+  int64_t transpose_queries([[maybe_unused]] const RowOf& query, [[maybe_unused]] int64_t first,
+                            [[maybe_unused]] int64_t used, [[maybe_unused]] Query* panel) const {
+#ifdef __AVX512F__
+    if constexpr (std::is_same_v<T, Query>) {
+      constexpr int64_t kNumbers = 4 * Kind::kPaired;  // of a row at a time: 16 bytes
+      static constexpr T kZeros[kNumbers] = {};
+      const int64_t whole = round_down(blocks_.head_size, kNumbers);
+      for (int64_t lane = 0; lane < kWidth; lane += kLanes) {
+        const T* from[kLanes];
+        for (int64_t k = 0; k < kLanes; ++k) {
+          from[k] = lane + k < used ? query(rows_.begin + first + lane + k) : nullptr;
+        }
+        for (int64_t d = 0; d < whole; d += kNumbers) {
+          transpose_singles([&](int k) { return from[k] == nullptr ? kZeros : from[k] + d; },
+                            [&](int i, __m512i lanes) {
+                              Query* to = panel + position_of(d + i * Kind::kPaired, lane, kWidth);
+                              _mm512_storeu_si512(to, lanes);
+                            });
+        }
+      }
+      return whole;
+    }
+#endif
+    return 0;
+  }
+  // The same of the output of a panel, [D, kWidth], to rows of `to`, [used, D].
+  template <int kWidth>
+  int64_t transpose_out([[maybe_unused]] const float* panel, [[maybe_unused]] int64_t used,
+                        [[maybe_unused]] float* to) const {
+#ifdef __AVX512F__
+    const int64_t size = blocks_.head_size, whole = round_down(size, kLanes);
+    for (int64_t lane = 0; lane < used; lane += 4) {
+      for (int64_t d = 0; d < whole; d += kLanes) {
+        transpose_singles([&](int k) { return panel + (d + k) * kWidth + lane; },
+                          [&](int i, __m512i numbers) {
+                            if (lane + i < used) _mm512_storeu_si512(to + (lane + i) * size + d, numbers);
+                          });
+      }
+    }
+    return whole;
+#else
+    return 0;
+#endif
+  }
+
+  // Weights that become bfloat16 need no more than exp2_coarse has.
+  static VecF weight(VecF t) {
+#ifdef __AVX512F__
+    if constexpr (Kind::kPaired == 2) return exp2_coarse(t);
+#endif
+    return exp2_negative(t);
+  }
+
   static Query convert(T x) {
     if constexpr (std::is_same_v<T, Query>) {
       return x;
@@ -142,16 +201,32 @@ class QueryLanes {
     }
   }
 
+  // to[size, 2] = two rows.
+  static void pair_rows(const T* first, const T* second, int64_t size, Key* to) {
+    int64_t d = 0;
+#ifdef __AVX512F__
+    if constexpr (sizeof(T) == 2) {
+      const __m512i low = alternating_halves(0, 32), high = alternating_halves(16, 32);
+      for (; d + 32 <= size; d += 32) {
+        const __m512i a = _mm512_loadu_si512(first + d), b = _mm512_loadu_si512(second + d);
+        _mm512_storeu_si512(to + 2 * d, _mm512_permutex2var_epi16(a, low, b));
+        _mm512_storeu_si512(to + 2 * d + 32, _mm512_permutex2var_epi16(a, high, b));
+      }
+    }
+#endif
+    for (; d < size; ++d) {
+      to[2 * d] = first[d];
+      to[2 * d + 1] = second[d];
+    }
+  }
+
   void pair_values(int64_t tile, int64_t begin, int64_t end) {
     const int64_t size = blocks_.head_size;
     for (int64_t n = round_down(begin, 2); n < end; n += 2) {
       const T* from = blocks_.value(tile + n);
       Key* to = values_ + n * size;
       if (n >= begin && n + 1 < end) {
-        for (int64_t d = 0; d < size; ++d) {
-          to[2 * d] = from[d];
-          to[2 * d + 1] = from[size + d];
-        }
+        pair_rows(from, from + size, size, to);
       } else {
         // memory beyond the keys in use may contain NaN, which a weight of zero would not mask
         for (int64_t d = 0; d < size; ++d) {
@@ -208,7 +283,7 @@ class QueryLanes {
       sum[v] = load(sum_ + first + v * kLanes) * rescale;
     }
     const auto weight_of = [&](int64_t n, int v) {
-      return exp2_negative(load(scores_ + n * kWidth + v * kLanes) - greatest[v]);
+      return weight(load(scores_ + n * kWidth + v * kLanes) - greatest[v]);
     };
     if constexpr (Kind::kPaired == 1) {
       for (int64_t n = low; n < high; ++n) {
