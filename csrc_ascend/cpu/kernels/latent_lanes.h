@@ -6,8 +6,6 @@
 // panels' layout, [depth, lanes], until all keys are done.
 #pragma once
 
-#include <utility>
-
 #include "cpu/kernels/paged_products.h"
 
 namespace ascend_vllm {
@@ -52,31 +50,6 @@ struct LanesPart {
     return {memory, max, max + lanes(rows)};
   }
 };
-
-template <class Vector, int... kAt>
-inline void interleave_vectors(Vector first, Vector second, bfloat16* to, std::integer_sequence<int, kAt...>) {
-  constexpr int kCount = sizeof...(kAt);
-#if defined(__clang__) || __GNUC__ >= 12
-  const Vector low = __builtin_shufflevector(first, second, (kAt / 2 + kAt % 2 * kCount)...);
-  const Vector high = __builtin_shufflevector(first, second, ((kAt + kCount) / 2 + kAt % 2 * kCount)...);
-#else
-  const Vector low = __builtin_shuffle(first, second, Vector{(kAt / 2 + kAt % 2 * kCount)...});
-  const Vector high = __builtin_shuffle(first, second, Vector{((kAt + kCount) / 2 + kAt % 2 * kCount)...});
-#endif
-  __builtin_memcpy(to, &low, sizeof low);
-  __builtin_memcpy(to + kCount, &high, sizeof high);
-}
-
-// to[2 i] = first[i], to[2 i + 1] = second[i] for kCount elements; GCC does not make such instructions of a
-// loop.
-template <int kCount>
-inline void interleave(const bfloat16* first, const bfloat16* second, bfloat16* to) {
-  typedef uint16_t Vector __attribute__((vector_size(2 * kCount)));
-  Vector a, b;
-  __builtin_memcpy(&a, first, sizeof a);
-  __builtin_memcpy(&b, second, sizeof b);
-  interleave_vectors(a, b, to, std::make_integer_sequence<int, kCount>{});
-}
 
 // scores[k, lanes] = scale * keys[k] . queries for 8 keys [8, size] and kVecs vectors of queries.
 template <class Kind, int kVecs>
@@ -153,27 +126,11 @@ class LatentLanes {
   // query(row) is the first element of a row.
   template <class RowOf>
   void load_queries(const RowOf& query) {
-    constexpr int kPaired = Kind::kPaired;
     const int64_t size = attended_.key_width;
     for_panels(rows_.count(), [&](int64_t first, auto vecs) {
       constexpr int kWidth = decltype(vecs)::value * kLanes;
-      Query* panel = queries_ + first * size;
-      for (int64_t lane = 0; lane < kWidth; ++lane) {
-        Query* to = panel + lane * kPaired;
-        if (first + lane >= rows_.count()) {
-          for (int64_t d = 0; d < size; d += kPaired)
-            __builtin_memset(to + d * kWidth, 0, kPaired * sizeof(Query));
-          continue;
-        }
-        const T* from = query(rows_.begin + first + lane);
-        if constexpr (std::is_same_v<T, Query>) {
-          for (int64_t d = 0; d < size; d += kPaired) {
-            __builtin_memcpy(to + d * kWidth, from + d, kPaired * sizeof(Query));
-          }
-        } else {
-          for (int64_t d = 0; d < size; ++d) to[d * kWidth] = to_float(from[d]);
-        }
-      }
+      load_panel<Kind, kWidth>([&](int64_t lane) { return query(rows_.begin + first + lane); },
+                               min_of(kWidth, rows_.count() - first), size, queries_ + first * size);
     });
   }
 
@@ -235,23 +192,15 @@ class LatentLanes {
   template <class RowOf>
   void write(LanesPart total, const RowOf& out) const {
     const int64_t width = attended_.value_width;
-    constexpr int64_t kPart = 64;  // depths, so that the part stays in the L1 cache for all lanes
     for_panels(rows_.count(), [&](int64_t first, auto vecs) {
       constexpr int kWidth = decltype(vecs)::value * kLanes;
-      const float* panel = total.out + first * width;
       const int64_t used = min_of(kWidth, rows_.count() - first);
-      for (int64_t begin = 0; begin < width; begin += kPart) {
-        const int64_t end = min_of(begin + kPart, width);
-        for (int64_t lane = 0; lane < used; ++lane) {
-          const float factor = 1.0f / total.sum[first + lane];
-          T* to = out(rows_.begin + first + lane);
-          alignas(64) float row[kPart];
-          for (int64_t d = begin; d < end; ++d) row[d - begin] = panel[d * kWidth + lane] * factor;
-          for_lanes(
-              end - begin, [&](int64_t i) { store(to + begin + i, load(row + i)); },
-              [&](int64_t i, int rest) { store_n(to + begin + i, load_n(row + i, rest), rest); });
-        }
-      }
+      for_panel_rows<kWidth>(total.out + first * width, used, width,
+                             [&](int64_t lane, int64_t d, VecF numbers, int n) {
+                               const VecF result = numbers * set1(1.0f / total.sum[first + lane]);
+                               T* to = out(rows_.begin + first + lane) + d;
+                               n == kLanes ? store(to, result) : store_n(to, result, n);
+                             });
     });
   }
 
@@ -375,14 +324,14 @@ class LatentLanes {
       store(part.max + lane, greatest[v]);
       sum[v] = load(part.sum + lane) * rescale;
     }
-    const auto weight_of = [&](int64_t n, int v) {
-      return exp2_negative(load(scores_ + n * kWidth + v * kLanes) - greatest[v]);
+    const auto weight_at = [&](int64_t n, int v) {
+      return weight_of<Kind>(load(scores_ + n * kWidth + v * kLanes) - greatest[v]);
     };
     if constexpr (Kind::kPaired == 1) {
       for (int64_t n = 0; n < high; ++n) {
 #pragma GCC unroll 4
         for (int v = 0; v < kVecs; ++v) {
-          const VecF weight = weight_of(n, v);
+          const VecF weight = weight_at(n, v);
           store(weights + n * kWidth + v * kLanes, weight);
           sum[v] = sum[v] + weight;
         }
@@ -393,11 +342,8 @@ class LatentLanes {
       for (int64_t n = 0; n < high; n += 2) {
 #pragma GCC unroll 4
         for (int v = 0; v < kVecs; ++v) {
-          const VecF weight = weight_of(n, v), next = weight_of(n + 1, v);
-          alignas(64) Query rounded[2 * kLanes];
-          store(rounded, weight);
-          store(rounded + kLanes, next);
-          interleave<kLanes>(rounded, rounded + kLanes, weights + n * kWidth + 2 * v * kLanes);
+          const VecF weight = weight_at(n, v), next = weight_at(n + 1, v);
+          store_pairs(weights + n * kWidth + 2 * v * kLanes, weight, next);
           sum[v] = sum[v] + weight + next;
         }
       }

@@ -3,7 +3,12 @@
 // a panel.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "cpu/kernels/paged_panels.h"
+// after the former
+#include "cpu/kernels/paged_transpose.h"
 
 namespace ascend_vllm {
 namespace {
@@ -98,29 +103,124 @@ inline void add_values(const TileRows<typename Kind::Key>& values, const typenam
   }
 }
 
+// A weight of the softmax: of those that become bfloat16 exp2_coarse is accurate enough.
+template <class Kind>
+inline VecF weight_of(VecF t) {
 #ifdef __AVX512F__
-// Indices for permutations of 16-bit lanes: first, first + behind, first + 1, first + 1 + behind, …
-inline __m512i alternating_halves(int first, int behind) {
-  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i even = _mm512_add_epi32(lane, _mm512_set1_epi32(first));
-  return _mm512_or_si512(even, _mm512_slli_epi32(_mm512_add_epi32(even, _mm512_set1_epi32(behind)), 16));
-}
+  if constexpr (Kind::kPaired == 2) return exp2_coarse(t);
 #endif
+  return exp2_negative(t);
+}
+
+template <class Vector, int... kAt>
+inline void interleave_vectors(Vector first, Vector second, bfloat16* to, std::integer_sequence<int, kAt...>) {
+  constexpr int kCount = sizeof...(kAt);
+#if defined(__clang__) || __GNUC__ >= 12
+  const Vector low = __builtin_shufflevector(first, second, (kAt / 2 + kAt % 2 * kCount)...);
+  const Vector high = __builtin_shufflevector(first, second, ((kAt + kCount) / 2 + kAt % 2 * kCount)...);
+#else
+  const Vector low = __builtin_shuffle(first, second, Vector{(kAt / 2 + kAt % 2 * kCount)...});
+  const Vector high = __builtin_shuffle(first, second, Vector{((kAt + kCount) / 2 + kAt % 2 * kCount)...});
+#endif
+  __builtin_memcpy(to, &low, sizeof low);
+  __builtin_memcpy(to + kCount, &high, sizeof high);
+}
+
+// to[2 i] = first[i], to[2 i + 1] = second[i] for kCount elements; GCC does not make such instructions of a
+// loop.
+template <int kCount>
+inline void interleave(const bfloat16* first, const bfloat16* second, bfloat16* to) {
+  typedef uint16_t Vector __attribute__((vector_size(2 * kCount)));
+  Vector a, b;
+  __builtin_memcpy(&a, first, sizeof a);
+  __builtin_memcpy(&b, second, sizeof b);
+  interleave_vectors(a, b, to, std::make_integer_sequence<int, kCount>{});
+}
+
+// to[size, 2] = two rows.
+inline void pair_rows(const bfloat16* first, const bfloat16* second, int64_t size, bfloat16* to) {
+  int64_t d = 0;
+  for (; d + 2 * kLanes <= size; d += 2 * kLanes) interleave<2 * kLanes>(first + d, second + d, to + 2 * d);
+  for (; d < size; ++d) {
+    to[2 * d] = first[d];
+    to[2 * d + 1] = second[d];
+  }
+}
 
 // Rounds two vectors and interleaves their lanes.
 inline void store_pairs(bfloat16* p, VecF first, VecF second) {
-#ifdef __AVX512BF16__
-  const auto rounded = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
-  _mm512_storeu_si512(p, _mm512_permutexvar_epi16(alternating_halves(0, kLanes), rounded));
-#else
-  bfloat16 rounded[2][kLanes];
-  store(rounded[0], first);
-  store(rounded[1], second);
-  for (int i = 0; i < kLanes; ++i) {
-    p[2 * i] = rounded[0][i];
-    p[2 * i + 1] = rounded[1][i];
+  alignas(64) bfloat16 rounded[2 * kLanes];
+  store(rounded, first);
+  store(rounded + kLanes, second);
+  interleave<kLanes>(rounded, rounded + kLanes, p);
+}
+
+// Writes rows of queries as a panel [size / kPaired, kWidth, kPaired]; row(lane) is the first element of one of
+// them. Lanes from `used` on are zero.
+template <class Kind, int kWidth, class RowOf>
+inline void load_panel(const RowOf& row, int64_t used, int64_t size, typename Kind::Query* panel) {
+  using Query = typename Kind::Query;
+  using T = std::remove_cvref_t<decltype(*row(0))>;
+  constexpr int64_t kPaired = Kind::kPaired;
+  int64_t whole = 0;
+#ifdef __AVX512F__
+  if constexpr (std::is_same_v<T, Query>) {
+    constexpr int64_t kNumbers = 16 / sizeof(T);  // of a row at a time
+    alignas(16) static constexpr T kZeros[kNumbers] = {};
+    whole = round_down(size, kNumbers);
+    for (int64_t lane = 0; lane < kWidth; lane += kLanes) {
+      const T* from[kLanes];
+      for (int64_t k = 0; k < kLanes; ++k) from[k] = lane + k < used ? row(lane + k) : nullptr;
+      for (int64_t d = 0; d < whole; d += kNumbers) {
+        transpose_singles([&](int k) { return from[k] == nullptr ? kZeros : from[k] + d; },
+                          [&](int i, __m512i lanes) {
+                            _mm512_storeu_si512(panel + (d + i * kPaired) * kWidth + lane * kPaired, lanes);
+                          });
+      }
+    }
   }
 #endif
+  for (int64_t lane = 0; lane < kWidth; ++lane) {
+    const T* from = lane < used ? row(lane) : nullptr;
+    for (int64_t d = whole; d < size; ++d) {
+      Query number{};
+      if constexpr (std::is_same_v<T, Query>) {
+        if (from != nullptr) number = from[d];
+      } else {
+        if (from != nullptr) number = to_float(from[d]);
+      }
+      panel[d / kPaired * kPaired * kWidth + lane * kPaired + d % kPaired] = number;
+    }
+  }
+}
+
+// Calls put(lane, depth, numbers, n) for all n <= kLanes numbers of the rows that are lanes of a panel
+// [size, kWidth].
+template <int kWidth, class Put>
+inline void for_panel_rows(const float* panel, int64_t used, int64_t size, const Put& put) {
+  int64_t whole = 0;
+#ifdef __AVX512F__
+  whole = round_down(size, kLanes);
+  for (int64_t d = 0; d < whole; d += kLanes) {
+    for (int64_t lane = 0; lane < used; lane += 4) {
+      transpose_singles([&](int k) { return panel + (d + k) * kWidth + lane; },
+                        [&](int i, __m512i numbers) {
+                          if (lane + i < used) put(lane + i, d, _mm512_castsi512_ps(numbers), kLanes);
+                        });
+    }
+  }
+#endif
+  constexpr int64_t kPart = 64;  // depths that stay in the L1 cache for all lanes
+  for (int64_t begin = whole; begin < size; begin += kPart) {
+    for (int64_t lane = 0; lane < used; ++lane) {
+      for (int64_t d = begin; d < min_of(begin + kPart, size); d += kLanes) {
+        float numbers[kLanes] = {};
+        const int n = static_cast<int>(min_of(kLanes, size - d));
+        for (int k = 0; k < n; ++k) numbers[k] = panel[(d + k) * kWidth + lane];
+        put(lane, d, load(numbers), n);
+      }
+    }
+  }
 }
 
 }  // namespace

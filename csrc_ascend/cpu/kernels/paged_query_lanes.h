@@ -8,8 +8,6 @@
 #pragma once
 
 #include "cpu/kernels/paged_products.h"
-// after the former
-#include "cpu/kernels/paged_transpose.h"
 
 namespace ascend_vllm {
 namespace {
@@ -53,16 +51,8 @@ class QueryLanes {
     const int64_t size = blocks_.head_size;
     for_panels(rows_.count(), [&](int64_t first, auto vecs) {
       constexpr int kWidth = decltype(vecs)::value * kLanes;
-      Query* panel = queries_ + first * size;
-      const int64_t used = min_of(kWidth, rows_.count() - first);
-      const int64_t whole = transpose_queries<kWidth>(query, first, used, panel);
-      for (int64_t lane = 0; lane < used; ++lane) {
-        const T* from = query(rows_.begin + first + lane);
-        for (int64_t d = whole; d < size; ++d) panel[position_of(d, lane, kWidth)] = convert(from[d]);
-      }
-      for (int64_t lane = used; lane < kWidth; ++lane) {
-        for (int64_t d = whole; d < size; ++d) panel[position_of(d, lane, kWidth)] = Query{};
-      }
+      load_panel<Kind, kWidth>([&](int64_t lane) { return query(rows_.begin + first + lane); },
+                               min_of(kWidth, rows_.count() - first), size, queries_ + first * size);
     });
   }
 
@@ -87,85 +77,19 @@ class QueryLanes {
     }
     for_panels(rows_.count(), [&](int64_t first, auto vecs) {
       constexpr int kWidth = decltype(vecs)::value * kLanes;
-      const float* panel = out_ + first * size;
       const int64_t used = min_of(kWidth, rows_.count() - first);
-      const int64_t whole = transpose_out<kWidth>(panel, used, part.out + first * size);
-      for (int64_t lane = 0; lane < used; ++lane) {
-        float* to = part.out + (first + lane) * size;
-        for (int64_t d = whole; d < size; ++d) to[d] = panel[d * kWidth + lane];
-        part.max[first + lane] = max_[first + lane];
-        part.sum[first + lane] = sum_[first + lane];
-      }
+      float* rows = part.out + first * size;
+      for_panel_rows<kWidth>(out_ + first * size, used, size,
+                             [&](int64_t lane, int64_t d, VecF numbers, int n) {
+                               float* to = rows + lane * size + d;
+                               n == kLanes ? store(to, numbers) : store_n(to, numbers, n);
+                             });
+      __builtin_memcpy(part.max + first, max_ + first, used * sizeof(float));
+      __builtin_memcpy(part.sum + first, sum_ + first, used * sizeof(float));
     });
   }
 
  private:
-  // What transposing several rows at once has done of load_queries: so many numbers of each row.
-  template <int kWidth, class RowOf>
-  int64_t transpose_queries([[maybe_unused]] const RowOf& query, [[maybe_unused]] int64_t first,
-                            [[maybe_unused]] int64_t used, [[maybe_unused]] Query* panel) const {
-#ifdef __AVX512F__
-    if constexpr (std::is_same_v<T, Query>) {
-      constexpr int64_t kNumbers = 4 * Kind::kPaired;  // of a row at a time: 16 bytes
-      static constexpr T kZeros[kNumbers] = {};
-      const int64_t whole = round_down(blocks_.head_size, kNumbers);
-      for (int64_t lane = 0; lane < kWidth; lane += kLanes) {
-        const T* from[kLanes];
-        for (int64_t k = 0; k < kLanes; ++k) {
-          from[k] = lane + k < used ? query(rows_.begin + first + lane + k) : nullptr;
-        }
-        for (int64_t d = 0; d < whole; d += kNumbers) {
-          transpose_singles([&](int k) { return from[k] == nullptr ? kZeros : from[k] + d; },
-                            [&](int i, __m512i lanes) {
-                              Query* to = panel + position_of(d + i * Kind::kPaired, lane, kWidth);
-                              _mm512_storeu_si512(to, lanes);
-                            });
-        }
-      }
-      return whole;
-    }
-#endif
-    return 0;
-  }
-  // The same of the output of a panel, [D, kWidth], to rows of `to`, [used, D].
-  template <int kWidth>
-  int64_t transpose_out([[maybe_unused]] const float* panel, [[maybe_unused]] int64_t used,
-                        [[maybe_unused]] float* to) const {
-#ifdef __AVX512F__
-    const int64_t size = blocks_.head_size, whole = round_down(size, kLanes);
-    for (int64_t lane = 0; lane < used; lane += 4) {
-      for (int64_t d = 0; d < whole; d += kLanes) {
-        transpose_singles([&](int k) { return panel + (d + k) * kWidth + lane; },
-                          [&](int i, __m512i numbers) {
-                            if (lane + i < used) _mm512_storeu_si512(to + (lane + i) * size + d, numbers);
-                          });
-      }
-    }
-    return whole;
-#else
-    return 0;
-#endif
-  }
-
-  // Weights that become bfloat16 need no more than exp2_coarse has.
-  static VecF weight(VecF t) {
-#ifdef __AVX512F__
-    if constexpr (Kind::kPaired == 2) return exp2_coarse(t);
-#endif
-    return exp2_negative(t);
-  }
-
-  static Query convert(T x) {
-    if constexpr (std::is_same_v<T, Query>) {
-      return x;
-    } else {
-      return to_float(x);
-    }
-  }
-  static int64_t position_of(int64_t d, int64_t lane, int64_t width) {
-    return d / Kind::kPaired * Kind::kPaired * width + lane * Kind::kPaired + d % Kind::kPaired;
-  }
-
   // The tile's keys: in place in the cache if the type matches, else converted.
   TileRows<Key> tile_keys(int64_t tile, int64_t begin, int64_t end) {
     if constexpr (std::is_same_v<T, Key>) {
@@ -198,25 +122,6 @@ class QueryLanes {
           count, [&](int64_t i) { store(to + first + i, load(from + i)); },
           [&](int64_t i, int rest) { store_n(to + first + i, load_n(from + i, rest), rest); });
       n = run_end;
-    }
-  }
-
-  // to[size, 2] = two rows.
-  static void pair_rows(const T* first, const T* second, int64_t size, Key* to) {
-    int64_t d = 0;
-#ifdef __AVX512F__
-    if constexpr (sizeof(T) == 2) {
-      const __m512i low = alternating_halves(0, 32), high = alternating_halves(16, 32);
-      for (; d + 32 <= size; d += 32) {
-        const __m512i a = _mm512_loadu_si512(first + d), b = _mm512_loadu_si512(second + d);
-        _mm512_storeu_si512(to + 2 * d, _mm512_permutex2var_epi16(a, low, b));
-        _mm512_storeu_si512(to + 2 * d + 32, _mm512_permutex2var_epi16(a, high, b));
-      }
-    }
-#endif
-    for (; d < size; ++d) {
-      to[2 * d] = first[d];
-      to[2 * d + 1] = second[d];
     }
   }
 
@@ -282,14 +187,14 @@ class QueryLanes {
       store(max_ + first + v * kLanes, greatest[v]);
       sum[v] = load(sum_ + first + v * kLanes) * rescale;
     }
-    const auto weight_of = [&](int64_t n, int v) {
-      return weight(load(scores_ + n * kWidth + v * kLanes) - greatest[v]);
+    const auto weight_at = [&](int64_t n, int v) {
+      return weight_of<Kind>(load(scores_ + n * kWidth + v * kLanes) - greatest[v]);
     };
     if constexpr (Kind::kPaired == 1) {
       for (int64_t n = low; n < high; ++n) {
 #pragma GCC unroll 4
         for (int v = 0; v < kVecs; ++v) {
-          const VecF weight = weight_of(n, v);
+          const VecF weight = weight_at(n, v);
           store(scores_ + n * kWidth + v * kLanes, weight);
           sum[v] = sum[v] + weight;
         }
@@ -301,7 +206,7 @@ class QueryLanes {
       for (int64_t n = even; n < high; n += 2) {
 #pragma GCC unroll 4
         for (int v = 0; v < kVecs; ++v) {
-          const VecF weight = weight_of(n, v), next = weight_of(n + 1, v);
+          const VecF weight = weight_at(n, v), next = weight_at(n + 1, v);
           store_pairs(weights_ + n * kWidth + 2 * v * kLanes, weight, next);
           sum[v] = sum[v] + weight + next;
         }
