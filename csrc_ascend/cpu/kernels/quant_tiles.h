@@ -337,14 +337,17 @@ __attribute__((noinline)) void multiply_tile_of_bytes(const QuantizedWeight& wei
   constexpr bool kStartsAtMiddle = kBits == 4 || kByteBias == 0;
   const uint32_t* codes = weight.panel_codes(panel) + lane;
   const int64_t panel_size = weight.words * kPanel;
+  VecF results[kRows][kPanels];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int p = 0; p < kPanels; ++p) results[r][p] = set1(0.0f);
+  }
   int64_t block = 0;
   for (int64_t group = 0; group < weight.groups; ++group) {
-    VecF parts[kRows][kPanels];
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
+    VecF group_scales[kPanels];
 #pragma GCC unroll 2
-      for (int p = 0; p < kPanels; ++p) parts[r][p] = set1(0.0f);
-    }
+    for (int p = 0; p < kPanels; ++p) group_scales[p] = weight.load_scales(panel + p, group, lane);
     const int64_t last = std::min(weight.in_features, (group + 1) * weight.group_size);
     for (int64_t begin = group * weight.group_size; begin < last; begin += weight.block_inputs, ++block) {
       const int64_t end = std::min(last, begin + weight.block_inputs);
@@ -405,19 +408,15 @@ __attribute__((noinline)) void multiply_tile_of_bytes(const QuantizedWeight& wei
         for (int p = 0; p < kPanels; ++p) {
           VecI sum = acc[r][p][0];
           if constexpr (kChains == 2) sum = add_i(sum, acc[r][p][1]);
-          parts[r][p] = fma(to_float(sum), scale, parts[r][p]);
+          results[r][p] = fma(to_float(sum) * scale, group_scales[p], results[r][p]);
         }
       }
     }
-#pragma GCC unroll 2
-    for (int p = 0; p < kPanels; ++p) {
-      const VecF scale = weight.load_scales(panel + p, group, lane);
+  }
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        float* to = sums + r * sums_stride + p * kPanel;
-        store(to, group == 0 ? parts[r][p] * scale : fma(parts[r][p], scale, load(to)));
-      }
-    }
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int p = 0; p < kPanels; ++p) store(sums + r * sums_stride + p * kPanel, results[r][p]);
   }
 }
 
