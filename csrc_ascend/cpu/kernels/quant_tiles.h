@@ -198,7 +198,7 @@ inline VecI pair_of(VecI words) {
 }
 
 // sums[kRows][kPanels * 16 of kGroup * 16] += a block's products with kLanes outputs of each panel, unpacked in
-// registers; panels are `panel_size` words apart.
+// registers.
 template <int kRows, int kBits, int kPanels>
 inline void add_block(const QuantizedWeight& weight, const IntegerRows& x, int64_t panel, int64_t lane,
                       int64_t group, int64_t block, int64_t first_word, int64_t words, float* sums) {
@@ -326,7 +326,7 @@ struct ByteRows {
 };
 
 // sums[kRows][kPanels * 16 of sums_stride] = 8-bit rows by kLanes outputs of each panel, from `lane` on. A
-// block's sum is exact; those of a group are added in float32 and then scaled.
+// block's sum is exact; it is scaled and added as those of 16-bit integers are, so that sets may be mixed.
 template <int kRows, int kBits, int kPanels>
 __attribute__((noinline)) void multiply_tile_of_bytes(const QuantizedWeight& weight, const ByteRows& x,
                                                       int64_t panel, int64_t lane, int64_t sums_stride,
