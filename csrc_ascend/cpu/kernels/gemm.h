@@ -38,7 +38,8 @@ void packed_linear(const LinearArgs& a) {
   const int64_t most_rows = a.is_gated ? kTaskRows / 2 : kTaskRows;
   int64_t row_blocks = (a.rows + most_rows - 1) / most_rows;
   int64_t group = a.rows <= kStreamedRows ? kStreamPanels : kGroup;
-  const int threads = threads_for(a.rows * a.in_features * a.out_features / 8);
+  // of few rows it takes as long as reading the weights: four times as long as their multiplication
+  const int threads = threads_for(a.rows * a.in_features * a.out_features / 2);
   // fewer rows and then panels per task if there would be too few tasks to balance the threads
   const auto are_too_few = [&] { return row_blocks * ((panels + group - 1) / group) < 4 * threads; };
   if (are_too_few()) row_blocks = (2 * a.rows + most_rows - 1) / most_rows;
