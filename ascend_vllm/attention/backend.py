@@ -352,6 +352,10 @@ class AttentionBackend(abc.ABC):
         """
         del specs, kv_caches, num_blocks  # most backends need nothing before the first step
 
+    def host_planes(self, kv_cache: LayerCache) -> Sequence[torch.Tensor]:  # noqa: ARG002 - nothing is in host memory
+        """[num_blocks, bytes] uint8 each: the parts of a layer's cache whose blocks are neighbours in host memory."""
+        return ()
+
     @abc.abstractmethod
     def copy_blocks(
         self, source: LayerCache, source_blocks: torch.Tensor, target: LayerCache, target_blocks: torch.Tensor

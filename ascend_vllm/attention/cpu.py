@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -79,6 +80,11 @@ class CpuAttention(AttentionBackend):
         planes = memory.view(2, num_blocks, num_kv_heads, -1)
         return ByteCache.over(planes, block_size, head_size, dtype)
 
+    def host_planes(self, kv_cache: torch.Tensor | _Bytes) -> Sequence[torch.Tensor]:
+        cache = _bytes_of(kv_cache).view(torch.uint8)
+        planes = (cache,) if _block_dim(cache) == 0 else cache.unbind(0)
+        return [plane.flatten(1) for plane in planes]
+
     def copy_blocks(
         self,
         source: torch.Tensor | _Bytes,
@@ -87,8 +93,7 @@ class CpuAttention(AttentionBackend):
         target_blocks: torch.Tensor,
     ) -> None:
         source, target = _bytes_of(source), _bytes_of(target)
-        # where the blocks are: 0 in caches of latents, [P, S, W] or [P, bytes]
-        dim = 0 if source.dim() <= 3 else 1
+        dim = _block_dim(source)
         blocks = source.index_select(dim, source_blocks)
         target.index_copy_(dim, target_blocks, blocks.to(target.device))
 
@@ -182,6 +187,11 @@ class CpuAttention(AttentionBackend):
 def _bytes_of(cache: torch.Tensor | _Bytes) -> torch.Tensor:
     """What `copy_blocks` copies: everything of a block, its scales too."""
     return cache.planes if isinstance(cache, _Bytes) else cache
+
+
+def _block_dim(cache: torch.Tensor) -> int:
+    """Where the blocks are: in caches of latents, [P, S, W] or [P, bytes], they come first."""
+    return 0 if cache.dim() <= 3 else 1
 
 
 def _absorbed(

@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
-import os
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ascend_vllm import envs
 from ascend_vllm.errors import EngineBusyError
+from ascend_vllm.platforms.host import lower_priority
 
 T = TypeVar("T")
 
@@ -168,8 +167,5 @@ class TextThreads:
 def _prepare_thread(nice: int) -> None:
     """Disables the tokenizers' own parallelism in the calling thread, and raises its niceness (Linux only)."""
     envs.keep_tokenizers_in_their_thread()
-    if nice == 0:
-        return
-    thread = threading.get_native_id()
-    with contextlib.suppress(OSError):  # other systems have no niceness for threads
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
+    if nice:
+        lower_priority(nice)

@@ -6,8 +6,10 @@ and 2 are read, every level from the process's own group up to the root, since e
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
+import threading
 from collections.abc import Iterator
 
 import psutil
@@ -96,3 +98,10 @@ def available_memory_bytes(mount: pathlib.Path = _CGROUP_MOUNT, membership: path
     machine = int(psutil.virtual_memory().available)
     limited = _cgroup_available_bytes(mount, membership)
     return machine if limited is None else min(machine, limited)
+
+
+def lower_priority(niceness: int) -> None:
+    """Adds to the niceness of the calling thread, where the system has one for threads (Linux)."""
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)

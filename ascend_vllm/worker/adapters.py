@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import os
-import threading
 import time
 from collections.abc import Iterator
 
@@ -18,6 +16,7 @@ from ascend_vllm.model_files import one_line
 from ascend_vllm.models.blocks import CausalLM
 from ascend_vllm.models.lora_adapter import AdapterLimits, read_adapter
 from ascend_vllm.ops.lora import PackedAdapter
+from ascend_vllm.platforms.host import lower_priority
 
 _Packed = list[PackedAdapter | None]
 
@@ -47,7 +46,7 @@ class WorkerAdapters:
         # whether a step is being computed
         self._is_computing = False
         # one at a time: steps need the cores
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "adapters", _yield_to_steps)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "adapters", lower_priority, (_NICENESS,))
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -106,13 +105,6 @@ class WorkerAdapters:
                 packed.append(part)
                 rest()
         return packed
-
-
-def _yield_to_steps() -> None:
-    """Makes the calling thread nice (Linux only)."""
-    thread = threading.get_native_id()
-    with contextlib.suppress(OSError):  # other systems have no niceness for threads
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
 
 
 @contextlib.contextmanager

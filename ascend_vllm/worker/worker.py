@@ -41,6 +41,7 @@ from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import ADAPTER_SLOT, KVCacheSize, NewRow, SchedulerOutput, StepOutput
 from ascend_vllm.worker.adapters import WorkerAdapters
 from ascend_vllm.worker.kv_memory import GIB, KVMemory, first_line
+from ascend_vllm.worker.kv_pages import PagesAhead
 from ascend_vllm.worker.largest_step import make_largest_step, num_blocks_of
 from ascend_vllm.worker.plugins import select_attention_backend
 from ascend_vllm.worker.profiler import WorkerProfiler
@@ -124,6 +125,7 @@ class Worker:
         self._runner: Runner | None = None
         self._adapters: WorkerAdapters | None = None
         self._cache_size: KVCacheSize | None = None
+        self._pages: PagesAhead | None = None
         traces = envs.torch_profiler_dir()
         self._profiler = None if traces is None else WorkerProfiler(traces, rank)
 
@@ -246,6 +248,9 @@ class Worker:
         )
         runners.capture_graphs(self._runner, kv_caches)
         self._warm_up(self._runner, num_blocks)
+        backend = self._model_in_use.backend
+        if planes := [plane for cache in kv_caches for plane in backend.host_planes(cache)]:
+            self._pages = PagesAhead(planes)
 
     @property
     def output_rank(self) -> int:
@@ -256,6 +261,8 @@ class Worker:
         """Runs one step; see `ModelRunner.execute`."""
         runner = self.get_runner()
         self._platform.begin_step(sum(step.num_scheduled_tokens), self.get_model().num_weights)
+        if self._pages is not None:
+            self._pages.note(step)
         if self._adapters is None:
             return runner.execute(step)
         with self._adapters.computing():
@@ -352,6 +359,7 @@ class Worker:
 
     def shutdown(self) -> None:
         """Frees the model and the cache."""
+        self._close_pages()
         self._runner = None
         self._loaded = None
         if self._adapters is not None:
@@ -496,6 +504,7 @@ class Worker:
 
     def _free_caches(self) -> None:
         """Frees the KV cache and the objects that refer to it."""
+        self._close_pages()
         self._runner = None
         if self._loaded is not None:
             # a backend may refer to the caches that were bound to it
@@ -503,6 +512,11 @@ class Worker:
             self._loaded = dataclasses.replace(self._loaded, backend=backend)
         # a runner is part of a cycle of references
         gc.collect()
+
+    def _close_pages(self) -> None:
+        if self._pages is not None:
+            self._pages.close()
+            self._pages = None
 
     def _log_ops(self) -> None:
         device_type = self._platform.device_type
