@@ -8,7 +8,6 @@ step with that token took 0.2 s longer. Memory for blocks that are far from bein
 from __future__ import annotations
 
 import ctypes
-import itertools
 import mmap
 import os
 import threading
@@ -19,7 +18,6 @@ import torch
 
 from ascend_vllm.logger import init_logger
 from ascend_vllm.platforms.host import lower_priority
-from ascend_vllm.types.step import SchedulerOutput
 
 logger = init_logger(__name__)
 
@@ -45,12 +43,14 @@ class PagesAhead:
 
     Attributes:
         num_blocks: so many blocks, from the first one, have pages, or will have them soon.
+        next_block: once a row has this block, or a later one, `extend` has something to do.
 
     Example::
 
         pages = PagesAhead([memory.view(num_blocks, -1)])
-        pages.note(step)    # for each step: the blocks that its rows get are used from now on
-        pages.close()       # before the memory is freed
+        if block >= pages.next_block:
+            pages.extend(block)
+        pages.close()  # before the memory is freed
     """
 
     def __init__(self, planes: Sequence[torch.Tensor]) -> None:
@@ -62,17 +62,17 @@ class PagesAhead:
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._num_allocated = 0
-        self.num_blocks = 0
-        self._extend(2 * self._ahead)
+        self.num_blocks = self.next_block = 0
+        self.extend(0)
 
-    def note(self, step: SchedulerOutput) -> None:
-        """Allocates pages, in a thread, if rows get blocks with too few pages behind them."""
-        if not (step.new_rows or step.new_blocks):
-            return
-        new = itertools.chain([row.block_ids for row in step.new_rows], [ids for _, ids in step.new_blocks])
-        highest = max(itertools.chain.from_iterable(new), default=-1)
-        if self.num_blocks < min(highest + 1 + self._ahead, self._most):
-            self._extend(highest + 1 + 2 * self._ahead)
+    def extend(self, block: int) -> None:
+        """Has pages allocated, in a thread, for the blocks behind the last one that a row has."""
+        with self._lock:
+            self.num_blocks = min(block + 1 + 2 * self._ahead, self._most)
+            self.next_block = self._most if self.num_blocks == self._most else self.num_blocks - self._ahead
+            if self._thread is None and not self._closing.is_set():
+                self._thread = threading.Thread(target=self._allocate, name="kv-pages", daemon=True)
+                self._thread.start()
 
     def close(self) -> None:
         """Ends the thread, so that the memory can be freed."""
@@ -81,13 +81,6 @@ class PagesAhead:
         if thread is not None:
             thread.join()
         self._planes = ()
-
-    def _extend(self, num_blocks: int) -> None:
-        with self._lock:
-            self.num_blocks = min(num_blocks, self._most)
-            if self._thread is None and not self._closing.is_set():
-                self._thread = threading.Thread(target=self._allocate, name="kv-pages", daemon=True)
-                self._thread.start()
 
     def _allocate(self) -> None:
         lower_priority(_NICENESS)

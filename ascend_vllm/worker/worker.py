@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import logging
 import math
 import time
@@ -261,8 +262,8 @@ class Worker:
         """Runs one step; see `ModelRunner.execute`."""
         runner = self.get_runner()
         self._platform.begin_step(sum(step.num_scheduled_tokens), self.get_model().num_weights)
-        if self._pages is not None:
-            self._pages.note(step)
+        if self._pages is not None and (block := _last_block(step)) >= self._pages.next_block:
+            self._pages.extend(block)
         if self._adapters is None:
             return runner.execute(step)
         with self._adapters.computing():
@@ -529,3 +530,9 @@ class Worker:
             device_type,
             f": {', '.join(on_reference)}" if on_reference else "",
         )
+
+
+def _last_block(step: SchedulerOutput) -> int:
+    """The last of the blocks that rows get in a step, in the order of the pool; -1: they get none."""
+    of_rows = [row.block_ids for row in step.new_rows]
+    return max(itertools.chain(*of_rows, *(block_ids for _, block_ids in step.new_blocks)), default=-1)

@@ -190,7 +190,7 @@ class Client:
         """Streams answers of the model as it is; meanwhile loads adapters, and asks each of them for a token.
 
         A token takes a step of its own, loaded adapter or not: so the model itself is asked for one in front of each
-        adapter. When the answers end before everything is loaded, the same ones are streamed again.
+        adapter. An answer that ends before everything is loaded is streamed again.
 
         Args:
             seed: of the prompts.
@@ -206,10 +206,12 @@ class Client:
         args = self._arguments(seed, streams, streams, input_len, output_len, 0)
         requests = sample_requests(args, self._tokenizer, seed)
 
-        async def stream(generator: LoadGenerator, loaded: asyncio.Event) -> list[Outcome]:
+        async def stream(generator: LoadGenerator, number: int, loaded: asyncio.Event) -> list[Outcome]:
+            # not all at once: what is done while all answers end or begin lengthens no gap
+            await asyncio.sleep(apart_s * number / streams)
             outcomes: list[Outcome] = []
             while not loaded.is_set():
-                outcomes += (await generator.run(requests)).outcomes
+                outcomes.append(await generator.one(requests[number]))
             return outcomes
 
         async def send() -> tuple[list[Outcome], list[tuple[str, float, float]]]:
@@ -223,7 +225,7 @@ class Client:
 
             try:
                 generator = LoadGenerator(args, client, self._model_name, self._tokenizer)
-                streaming = asyncio.create_task(stream(generator, loaded))
+                streaming = asyncio.gather(*(stream(generator, number, loaded) for number in range(streams)))
                 await asyncio.sleep(apart_s)
                 # answered once the streams' prompts are computed
                 await post("begin", "/v1/completions", model=self._model_name, prompt=[1], max_tokens=1)
@@ -235,7 +237,7 @@ class Client:
                     await post("first_use", "/v1/completions", model=name, prompt=[1], max_tokens=1)
                 await asyncio.sleep(apart_s)
                 loaded.set()
-                outcomes = await streaming
+                outcomes = list(itertools.chain.from_iterable(await streaming))
                 for name in adapters:
                     await _post(client, "/v1/unload_lora_adapter", lora_name=name)
                 return outcomes, spans

@@ -9,8 +9,8 @@
 namespace ascend_vllm {
 namespace {
 
-// Elementary operations that make a thread worth waking (about three microseconds of work); a job with less than
-// twice as many runs in one thread.
+// Elementary operations that make a thread worth waking (about three microseconds of work); a job with less
+// than twice as many runs in one thread.
 constexpr int64_t kMinWorkPerThread = 12288;
 // Parts of a job per thread: several, so that a preempted thread delays only one of them.
 constexpr int64_t kPartsPerThread = 4;

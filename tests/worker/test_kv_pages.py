@@ -62,9 +62,10 @@ def test_pages_are_allocated_ahead_of_the_blocks_that_are_used(planes: list[torc
     pages = PagesAhead(planes)
     wait_for(planes, MOST - 1)
     assert not any(is_resident(plane[MOST + LEAST]) for plane in planes)
-    pages.note(step_with(new=[0, 1, LEAST + 2]))
+    assert pages.next_block <= LEAST + 2
+    pages.extend(LEAST + 2)
     wait_for(planes, 2 * LEAST + 2)
-    pages.note(step_with(appended=[100]))
+    pages.extend(100)
     wait_for(planes, 100 + LEAST)
     assert not any(is_resident(plane[100 + 2 * MOST]) for plane in planes)
     assert not planes[0].any()
@@ -74,18 +75,9 @@ def test_pages_are_allocated_ahead_of_the_blocks_that_are_used(planes: list[torc
 @needs_linux
 def test_the_last_block_is_the_end(planes: list[torch.Tensor]) -> None:
     pages = PagesAhead(planes)
-    pages.note(step_with(new=[NUM_BLOCKS - 1]))
+    pages.extend(NUM_BLOCKS - 1)
     wait_for(planes, NUM_BLOCKS - 1)
-    assert pages.num_blocks == NUM_BLOCKS
-    pages.close()
-
-
-def test_blocks_with_pages_need_no_thread(planes: list[torch.Tensor]) -> None:
-    pages = PagesAhead(planes)
-    before = pages.num_blocks
-    pages.note(step_with(new=[0, 3, 2]))
-    pages.note(step_with())
-    assert pages.num_blocks == before == MOST
+    assert pages.num_blocks == pages.next_block == NUM_BLOCKS
     pages.close()
 
 
@@ -93,7 +85,7 @@ def test_blocks_with_pages_need_no_thread(planes: list[torch.Tensor]) -> None:
 def test_nothing_is_allocated_after_the_end(planes: list[torch.Tensor]) -> None:
     pages = PagesAhead(planes)
     pages.close()
-    pages.note(step_with(new=[200]))
+    pages.extend(200)
     time.sleep(0.05)
     assert not any(is_resident(plane[200]) for plane in planes)
 
@@ -131,8 +123,14 @@ def test_a_worker_allocates_them() -> None:
     assert len(planes) == 6
     wait_for(planes, 2000)
     assert not is_resident(planes[0][4500])
+    before = pages.num_blocks
+    worker.execute_model(step_with(new=[0, 20, 3]))
+    worker.execute_model(step_with())
+    assert pages.num_blocks == before < 3500
     worker.execute_model(step_with(new=[3500]))
     wait_for(planes, 4500)
+    worker.execute_model(step_with(appended=[5000]))
+    wait_for(planes, 6000)
     del planes
     worker.sleep(1)
     assert not pages._planes
