@@ -195,7 +195,11 @@ class PagedAttention {
     }
 #endif
     if (!takes_tiles() && sequence_rows_ <= kMaxDepthRows) {
-      run_with(FewRows<Number>(blocks_, rows_, scale(), scratch_), in_place);
+      if constexpr (std::is_same_v<FewRows<Number>, DepthLanes<Number>>) {
+        run_fetching<DepthLanes<Number>>(in_place);
+      } else {
+        run_with(FewRows<Number>(blocks_, rows_, scale(), scratch_), in_place);
+      }
     } else if constexpr (!kIsWidened) {
       run_many_rows(blocks_, in_place);
     } else {

@@ -11,7 +11,6 @@
 #ifdef __AVX512VNNI__
 
 #include "cpu/kernels/paged_byte_rows.h"
-#include "cpu/kernels/paged_fetch.h"
 #include "cpu/kernels/paged_transpose.h"
 
 namespace ascend_vllm {
@@ -22,7 +21,7 @@ class ByteLanes : public ByteRows {
   static constexpr int64_t kBytes = 64;    // of a vector
 
  public:
-  using Fetch = TileFetch<int8_t, 3>;
+  using DepthLanes<int8_t>::Fetch;
   // Whether this is for `rows` rows of a sequence: with one or two of them sums over lanes cost less.
   static bool takes(int64_t rows, int64_t head_size) {
     return rows > 2 && rows <= kMaxDepthRows && supports(head_size);
@@ -34,8 +33,7 @@ class ByteLanes : public ByteRows {
   // fetch: of the tiles that follow each tile.
   ByteLanes(const HeadBlocks<int8_t>& blocks, const QueryRows& rows, float scale, float* scratch,
             const Fetch& fetch)
-      : ByteRows(blocks, rows, scale, scratch),
-        fetch_(fetch),
+      : ByteRows(blocks, rows, scale, scratch, fetch),
         size_(blocks.head_size),
         out_(scratch + DepthLanes<int8_t>::scratch_floats(size_)),
         panel_(reinterpret_cast<int8_t*>(out_ + kMaxDepthRows * size_)) {}
@@ -186,7 +184,6 @@ class ByteLanes : public ByteRows {
     }
   }
 
-  Fetch fetch_;
   const int64_t size_;
   float* const out_;     // [8, D], in the order of `interleave`
   int8_t* const panel_;  // [D / 4, 16 keys, 4]

@@ -20,8 +20,9 @@ class ByteRows : protected DepthLanes<int8_t> {
   static constexpr int64_t kDepths = 64;  // of a vector of bytes
   static bool supports(int64_t head_size) { return head_size % kDepths == 0; }
 
-  ByteRows(const HeadBlocks<int8_t>& blocks, const QueryRows& rows, float scale, float* scratch)
-      : Base(blocks, rows, scale, scratch), query_bytes_(reinterpret_cast<int8_t*>(queries_)) {}
+  ByteRows(const HeadBlocks<int8_t>& blocks, const QueryRows& rows, float scale, float* scratch,
+           const Fetch& fetch = {})
+      : Base(blocks, rows, scale, scratch, fetch), query_bytes_(reinterpret_cast<int8_t*>(queries_)) {}
 
   // query(row) is the first element of a row.
   template <class RowOf>

@@ -6,7 +6,7 @@
 // scores and to weights, which are fewer than numbers.
 #pragma once
 
-#include "cpu/kernels/paged_softmax.h"
+#include "cpu/kernels/paged_fetch.h"
 
 namespace ascend_vllm {
 namespace {
@@ -16,10 +16,12 @@ constexpr int kMaxDepthRows = kLanes < 8 ? 2 : 8;
 // Of these rows, in whole vectors.
 constexpr int kPlaces = kMaxDepthRows < kLanes ? kLanes : kMaxDepthRows;
 
-// Calls body(constant number of rows) for three to eight rows.
+// Calls body(constant number of rows) for two to eight rows.
 template <class Body>
 inline void with_rows(int64_t rows, const Body& body) {
   switch (rows) {
+    case 2:
+      return body(std::integral_constant<int, 2>{});
     case 3:
       return body(std::integral_constant<int, 3>{});
     case 4:
@@ -67,12 +69,16 @@ class DepthLanes {
   static constexpr int kKeys = 4;
 
  public:
+  using Fetch = TileFetch<T, 3>;
   static constexpr int64_t scratch_floats(int64_t head_size) { return kMaxDepthRows * (head_size + kTileKeys); }
 
-  DepthLanes(const HeadBlocks<T>& blocks, const QueryRows& rows, float scale, float* scratch)
+  // fetch: of the tiles that follow each tile.
+  DepthLanes(const HeadBlocks<T>& blocks, const QueryRows& rows, float scale, float* scratch,
+             const Fetch& fetch = {})
       : blocks_(blocks),
         rows_(rows),
         scale_(scale),
+        fetch_(fetch),
         scores_(scratch),
         queries_(reinterpret_cast<Query*>(scratch + kMaxDepthRows * kTileKeys)) {
     for (int64_t i = 0; i < rows.count(); ++i) {
@@ -99,11 +105,13 @@ class DepthLanes {
     fill(part.sum, rows_.count(), 0.0f);
     for (int64_t tile = round_down(key_begin, kTileKeys); tile < key_end; tile += kTileKeys) {
       const int64_t begin = max_of(key_begin - tile, 0), end = min_of(key_end - tile, kTileKeys);
-      score(tile, begin, end, key_end);
+      fetch_.start_after(tile);
+      score(tile, begin, end);
       load_scales(tile, begin, end);
       float rescale[kMaxDepthRows];
       for (int64_t i = 0; i < rows_.count(); ++i) rescale[i] = weigh(i, tile, begin, end, part);
       add_values(tile, begin, end, rescale, part.out);
+      fetch_.rest();
     }
   }
 
@@ -117,12 +125,10 @@ class DepthLanes {
     }
   }
 
-  void score(int64_t tile, int64_t begin, int64_t end, int64_t key_end) {
+  void score(int64_t tile, int64_t begin, int64_t end) {
+    const int64_t lines = kKeys * lines_of_key();
     for (int64_t n = round_down(begin, kKeys); n < end; n += kKeys) {
-      if (tile + kTileKeys + n < key_end) {
-        blocks_.prefetch(blocks_.keys, tile + kTileKeys + n, kKeys);
-        blocks_.prefetch(blocks_.values, tile + kTileKeys + n, kKeys);
-      }
+      fetch_.some(lines);
       const T* keys = blocks_.key(tile + n);
       int64_t i = 0;
       for (; i + kRows <= rows_.count(); i += kRows) score_keys<kRows>(keys, i, n);
@@ -139,6 +145,9 @@ class DepthLanes {
       }
     }
   }
+
+  // Cache lines that a key fills.
+  int64_t lines_of_key() const { return (blocks_.head_size * static_cast<int64_t>(sizeof(T)) + 63) / 64; }
 
   template <int kCount>
   void score_keys(const T* keys, int64_t row, int64_t n) {
@@ -318,10 +327,12 @@ class DepthLanes {
 #pragma GCC unroll 4
       for (int v = 0; v < kVecs; ++v) acc[i][v] = load_some(out + i * size + v * kLanes) * factor;
     }
+    const int64_t lines = lines_of_key();
     for (int64_t n = begin; n < end;) {
       const int64_t run_end = min_of(end, round_down(n, blocks_.block_size()) + blocks_.block_size());
       const T* values = blocks_.value(tile + n) + d;
       for (; n < run_end; ++n, values += size) {
+        fetch_.some(lines);
         VecF value[kVecs];
 #pragma GCC unroll 4
         for (int v = 0; v < kVecs; ++v) value[v] = load_some(values + v * kLanes);
@@ -347,6 +358,7 @@ class DepthLanes {
   const HeadBlocks<T>& blocks_;
   const QueryRows& rows_;
   const float scale_;
+  Fetch fetch_;
   float* const scores_;   // [kMaxDepthRows, kTileKeys]: scores, then weights
   Query* const queries_;  // [kMaxDepthRows, D]
   int64_t seen_from_[kMaxDepthRows], seen_to_[kMaxDepthRows];  // positions that each row sees, without the last
