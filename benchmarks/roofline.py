@@ -34,6 +34,7 @@ from ascend_vllm.ops import native
 from ascend_vllm.ops.gemm import pack_weight
 from ascend_vllm.ops.paged import make_paged_problem
 from ascend_vllm.ops.quantized_gemm import CODES, Int8Panels, QuantizedPanels, quantize_tokens
+from ascend_vllm.platforms.host_memory import weight_memory
 
 # the linear layers of Qwen2-0.5B's shape: inputs, outputs
 LAYERS = {
@@ -48,12 +49,13 @@ ROWS = (1, 4, 8, 16, 32, 64, 256, 1024)
 _ROUNDED = {"uint4-int8": "uint4", "uint8-int8": "uint8"}
 WEIGHTS = (*CODES, *_ROUNDED, "int8")
 GROUP_SIZE = 128
-HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 14, 2, 64, 16
+HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 14, 2, 64, 32
 # (query tokens, tokens in the cache) of each sequence
 BATCHES = {
     "1 decode at 1024": [(1, 1024)],
     "8 decodes at 1024": [(1, 1024)] * 8,
     "32 decodes at 1024": [(1, 1024)] * 32,
+    "32 decodes at 4096": [(1, 4096)] * 32,
     "1 decode at 8192": [(1, 8192)],
     "prompt of 1024": [(1024, 1024)],
     "prompt of 4096": [(4096, 4096)],
@@ -186,6 +188,13 @@ def quantized_cases(
             )  # fmt: skip
 
 
+def _as_in_server(problem: Sequence[Any]) -> list[Any]:
+    """Arguments of attention with the cache in pages like those of a server's."""
+    query, key_cache, value_cache, *rest = problem
+    caches = [weight_memory(cache.shape, cache.dtype).copy_(cache) for cache in (key_cache, value_cache)]
+    return [query, *caches, *rest]
+
+
 def attention_cases(names: Sequence[str], dtype: torch.dtype, mib: float) -> Iterator[Case]:
     """Attention to a paged cache."""
     attention = torch.ops.ascend_vllm.paged_attention.default
@@ -199,7 +208,8 @@ def attention_cases(names: Sequence[str], dtype: torch.dtype, mib: float) -> Ite
         # a token attends to itself and all before it, with two products of head_size each
         pairs = sum(query * length - query * (query - 1) // 2 for query, length in batch)
         copies = min(_copies(num_bytes, mib), 64)
-        problems = [make_paged_problem(dtype, batch, **shape, seed=seed) for seed in range(copies)]
+        seeds = range(copies)
+        problems = [_as_in_server(make_paged_problem(dtype, batch, **shape, seed=seed)) for seed in seeds]
         calls = [functools.partial(attention, *problem) for problem in problems]
         yield Case("attention", name, calls, num_bytes, 4 * pairs * HEADS * HEAD_SIZE)
 
