@@ -1,4 +1,4 @@
-"""The inputs of decoding steps, gathered from the slots by one native call, and accepted drafts.
+"""The inputs of decoding steps, gathered from the slots by one native call, and sampled tokens and accepted drafts.
 
 What `worker.input_batch` computes for any step by two dozen operations of numpy. Between two steps of one row these
 take longer than the sampler: their code is no longer in the processor's cache, and where they release the GIL, the
@@ -29,8 +29,8 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("row_tokens", "row_blocks", "block_size")),
         *((name, ctypes.c_void_p) for name in ("token_ids", "block_table", "num_blocks", "computed", "known")),
         *((name, ctypes.c_void_p) for name in ("slots", "starts", "counts", "sampled", "input_ids", "positions")),
-        *((name, ctypes.c_void_p) for name in ("slot_mapping", "last_tokens", "query_start", "seq_lens")),
-        ("row_table", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("slot_mapping", "num_tokens", "last_tokens", "query_start")),
+        *((name, ctypes.c_void_p) for name in ("seq_lens", "row_table")),
     )
 
 
@@ -50,6 +50,7 @@ class DecodeInputs:
 
     Attributes:
         input_ids, positions, slot_mapping: [M*C] int64, the first T are written.
+        num_tokens: [M] int64, the first R are written by `gather`: the tokens of each row.
         last_tokens: [M] int64, the first R are written by `gather_several`: the last token of each row among these.
         query_start: [M+1] int32, likewise: where rows begin.
         seq_lens: [M] int32, the first R are written.
@@ -73,11 +74,15 @@ class DecodeInputs:
         self._call_several: Any = library.ascend_vllm_several_inputs
         self._call_several.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
         self._call.restype = self._call_several.restype = ctypes.c_int64
+        self._append: Any = library.ascend_vllm_append
+        self._append.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+        self._append.restype = None
         self._accept: Any = library.ascend_vllm_accept
         self._accept.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 4]
         self._accept.restype = None
         num_slots = len(token_ids)
-        self._slots, self._starts, self._counts, self.last_tokens = np.zeros((4, num_slots), np.int64)
+        self._slots, self._starts, self._counts = np.zeros((3, num_slots), np.int64)
+        self.num_tokens, self.last_tokens = np.zeros((2, num_slots), np.int64)
         by_token = np.zeros((4, num_slots * most_tokens), np.int64)
         self._sampled, self.input_ids, self.positions, self.slot_mapping = by_token
         self.query_start = np.zeros(num_slots + 1, np.int32)
@@ -85,7 +90,7 @@ class DecodeInputs:
         self.block_table = np.zeros_like(block_table)
         columns = (token_ids, block_table, num_blocks, computed, known)
         asked = (self._slots, self._starts, self._counts)
-        by_row = (self.last_tokens, self.query_start, self.seq_lens, self.block_table)
+        by_row = (self.num_tokens, self.last_tokens, self.query_start, self.seq_lens, self.block_table)
         # kept, since addresses do not keep arrays alive
         self._arrays: list[npt.NDArray[Any]] = [*columns, *asked, *by_token, *by_row]
         sizes = (token_ids.shape[1], block_table.shape[1], block_size)
@@ -104,7 +109,8 @@ class DecodeInputs:
             slots: [R], each at most once.
 
         Returns:
-            Length of the longest row; 0 if a row misses more or less than one token, or has no block for it.
+            Length of the longest row; 0 if a row misses more or less than one token, or has no block for it, or no
+            room for another one.
         """
         self._slots[: len(slots)] = slots
         longest: int = self._call(self._address, len(slots))
@@ -126,6 +132,15 @@ class DecodeInputs:
         self._slots[:num_rows], self._starts[:num_rows], self._counts[:num_rows] = slots, starts, counts
         longest: int = self._call_several(self._address, num_rows, shift)
         return longest
+
+    def append(self, num_rows: int, sampled: int) -> None:
+        """Adds a token to each row of the last `gather`, and counts the one that has been computed.
+
+        Args:
+            num_rows: R.
+            sampled: address of the tokens, [R] int64.
+        """
+        self._append(self._address, num_rows, sampled)
 
     def accept(
         self, slots: Int64Array, num_places: Int64Array, sampled: Int64Array, rejected: int, padding: int

@@ -23,12 +23,14 @@ T = TypeVar("T")
 
 
 # operators of torch that depend on nothing but their arguments; few families use them in layers, none but models that
-# report states of layers those of the second line, none but drafts with a vocabulary of their own those of the last
+# report states of layers those of the second line, none but drafts with a vocabulary of their own those of the third,
+# none but caps of logits those of the last
 _REPEATED = frozenset(
     {
         *("aten::add_", "aten::mul_", "aten::gelu", "aten::relu_"),
         *("aten::add", "aten::clone", "aten::cat"),
         *("aten::index_select", "aten::new_full", "aten::index_copy_", "aten::constant_pad_nd"),
+        *("aten::div_", "aten::tanh_"),
     }
 )
 

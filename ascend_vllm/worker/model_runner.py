@@ -20,6 +20,7 @@ from ascend_vllm.types.step import PromptLogprobs, SchedulerOutput, StepOutput
 from ascend_vllm.worker.block_mover import BlockMover
 from ascend_vllm.worker.input_batch import InputBatch, Int32Array, upload
 from ascend_vllm.worker.multi_step import MultiStepDecoder
+from ascend_vllm.worker.plain_decoding import PlainDecoder
 from ascend_vllm.worker.sampling.acceptance import TypicalAcceptance
 from ascend_vllm.worker.sampling.columns import MASKS, Int64Array
 from ascend_vllm.worker.sampling.logprobs import by_place, collect
@@ -120,6 +121,7 @@ class ModelRunner:
         self._device = device
         self._multi_step = MultiStepDecoder(batch, self.sampler, self._logits, device, host_memory=host_memory)
         self._graphs: list[StepGraphs] = []
+        self._plain: PlainDecoder | None = None
         self._proposer: Proposer | None = None
         self._needs_hidden = needs_hidden
 
@@ -131,6 +133,10 @@ class ModelRunner:
     def use_graphs(self, graphs: StepGraphs) -> None:
         """Computes steps by these graphs of the forward pass where possible, and by earlier ones where those can."""
         self._graphs.append(graphs)
+
+    def use_tapes_of_steps(self) -> None:
+        """Replays whole steps where it can: see `PlainDecoder`, and what it needs."""
+        self._plain = PlainDecoder(self._batch, self.forward, self._model.compute_logits)
 
     def use_proposer(self, proposer: Proposer) -> None:
         """Lets this propose drafts after each step."""
@@ -155,6 +161,10 @@ class ModelRunner:
             return _nothing_sampled(step.step_id)
         slots = np.array(step.slots, np.int64)
         if step.num_steps == 1:
+            if self._plain is not None and not self._scorer.requests:
+                output = self._plain.run(step, slots)
+                if output is not None:
+                    return output
             return self._forward_and_sample(step, slots, np.array(step.num_scheduled_tokens, np.int64))
         sampled, logprobs = self._multi_step.run(slots, step.num_steps)
         return StepOutput(

@@ -236,6 +236,9 @@ class RunnerFactory:
         if not load_native_library():
             return []
         config = self._config
+        # drafts and step state differ from row to row, and other stages send what this one computes with
+        if config.speculation is None and self._link is None and not self._loaded.step_state.specs:
+            runner.use_tapes_of_steps()
         blocks_per_row = math.ceil(config.scheduler.max_model_len / config.cache.block_size)
         tapes = TapeRunner(
             runner.forward,

@@ -11,7 +11,6 @@ import torch
 
 from ascend_vllm import SamplingParams
 from ascend_vllm.args.engine_args import EngineArgs
-from ascend_vllm.attention.backend import ForwardBatch
 from ascend_vllm.config.engine import EngineConfig
 from ascend_vllm.ops import native
 from ascend_vllm.sampling_params import RequestOutputKind
@@ -20,9 +19,9 @@ from ascend_vllm.types.step import PADDING_TOKEN, REJECTED_TOKEN, NewRow, Schedu
 from ascend_vllm.worker.input_batch import InputBatch
 from ascend_vllm.worker.model_runner import _places_of
 from ascend_vllm.worker.sampling.sampler import RAW_LOGPROBS, Sampler
-from ascend_vllm.worker.tape_runner import TapeRunner
 from tests.tiny_models import tiny_model
 from tests.worker.drafting import Asked, Drafts, generate, make_prompts, texts_of
+from tests.worker.taped_steps import note_taped_steps
 
 PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -97,24 +96,16 @@ def test_answers_are_those_of_ordinary_decoding(options: dict[str, Any], num_dra
 
 @pytest.mark.parametrize("model", ["qwen2", "mistral"])
 def test_tapes_are_recorded_for_each_number_of_drafts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes: set[tuple[int, int]] = set()
-
-    class Noting(TapeRunner):
-        def run(self, batch: ForwardBatch) -> torch.Tensor | None:
-            hidden = super().run(batch)
-            if hidden is not None:
-                shapes.add((len(batch.seq_lens), batch.max_query_len))
-            return hidden
-
-    monkeypatch.setattr("ascend_vllm.worker.runner_choice.TapeRunner", Noting)
     requests = make_requests()
     plain = generate(make_config(model, enforce_eager=True), requests)
+    taped = note_taped_steps(monkeypatch)
     config = make_config(model)
     config = msgspec.structs.replace(config, graphs=msgspec.structs.replace(config.graphs, query_lens=(1, 4)))
     drafted = generate(config, requests, [Drafts(texts_of(requests, plain), 3, is_steady=True)])
     for name, answer in plain.items():
         assert drafted[name].token_ids == answer.token_ids, name
         check_logprobs(drafted[name].logprobs, answer.logprobs)
+    shapes = set(taped.layers)
     assert {(8, 4), (1, 4)} <= shapes
     # the ends of texts have other numbers of drafts
     assert {query_len for _, query_len in shapes} <= {1, 4}

@@ -15,7 +15,6 @@ import torch
 from ascend_vllm import LLM, SamplingParams
 from ascend_vllm.args.engine_args import EngineArgs
 from ascend_vllm.args.parser import FlexibleArgumentParser
-from ascend_vllm.attention.backend import ForwardBatch
 from ascend_vllm.config.model import LoadConfig
 from ascend_vllm.config.quantization import ENTRY_POINT_GROUP, SCHEMES, QuantizationConfig
 from ascend_vllm.errors import ConfigError, ModelLoadError, UnsupportedFlagError
@@ -24,11 +23,11 @@ from ascend_vllm.layers.context import BuildContext
 from ascend_vllm.layers.quantization.base import Activation, LinearLayer
 from ascend_vllm.models.blocks import DecoderLayer
 from ascend_vllm.models.loader import load_model
-from ascend_vllm.worker.tape_runner import TapeRunner
 from tests import toy_quantization as toy
 from tests.distributed.thread_ranks import on_ranks
 from tests.models.paged_driver import PagedDriver, make_model_config, random_tokens
 from tests.tiny_models import VOCAB_SIZE, tiny_model
+from tests.worker.taped_steps import TapedSteps, note_taped_steps
 
 PROMPTS = ["The quick brown fox", "Hello!", "Blocks of the cache hold keys and values; a request gets more"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -47,26 +46,16 @@ def scheme(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def num_taped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each step that was replayed or recorded."""
-    rows: list[int] = []
-
-    class Counted(TapeRunner):
-        def run(self, batch: ForwardBatch) -> torch.Tensor | None:
-            hidden = super().run(batch)
-            if hidden is not None:
-                rows.append(len(hidden))
-            return hidden
-
-    monkeypatch.setattr("ascend_vllm.worker.runner_choice.TapeRunner", Counted)
-    return rows
+def taped(monkeypatch: pytest.MonkeyPatch) -> TapedSteps:
+    """Steps that were replayed or recorded."""
+    return note_taped_steps(monkeypatch)
 
 
 @pytest.mark.usefixtures("scheme")
 @pytest.mark.parametrize("enforce_eager", [True, False])
 @pytest.mark.parametrize("name", ["opt", "opt-post-norm"])
 def test_text_is_that_of_rounded_weights(
-    name: str, enforce_eager: bool, tmp_path: pathlib.Path, num_taped: list[int], caplog: pytest.LogCaptureFixture
+    name: str, enforce_eager: bool, tmp_path: pathlib.Path, taped: TapedSteps, caplog: pytest.LogCaptureFixture
 ) -> None:
     quantized, rounded = toy.checkpoints(tmp_path, name)
     expected = texts(rounded, enforce_eager=enforce_eager)
@@ -75,7 +64,7 @@ def test_text_is_that_of_rounded_weights(
     assert found == expected
     assert found != texts(tiny_model(name), enforce_eager=True)
     # the model calls operators that are not recorded
-    assert num_taped == []
+    assert taped.num_rows == []
     assert ("Decoding is not replayed from tapes: aten." in caplog.text) != enforce_eager
 
 
@@ -83,13 +72,12 @@ def test_text_is_that_of_rounded_weights(
 @pytest.mark.parametrize("computes", [toy.IN_APPLY, toy.BY_KERNELS])
 @pytest.mark.parametrize("name", ["qwen2", "qwen2-tied"])
 def test_text_is_that_of_rounded_weights_with_tapes_and_without(
-    name: str, computes: str, tmp_path: pathlib.Path, num_taped: list[int]
+    name: str, computes: str, tmp_path: pathlib.Path, taped: TapedSteps
 ) -> None:
     quantized, rounded = toy.checkpoints(tmp_path, name, computes=computes)
-    expected = texts(rounded)
-    num_taped.clear()
+    expected = texts(rounded, enforce_eager=True)
     assert texts(quantized) == expected
-    assert 3 in num_taped
+    assert 3 in taped.num_rows
     assert texts(quantized, enforce_eager=True) == expected
     assert expected != texts(tiny_model(name), enforce_eager=True)
 
@@ -136,13 +124,13 @@ def test_norms_give_quantized_activations(
     enforce_eager: bool,
     tmp_path: pathlib.Path,
     quantized_inputs: dict[str, bool],
-    num_taped: list[int],
+    taped: TapedSteps,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the layers behind them compute is that of rounded results of norms."""
     quantized, rounded = toy.checkpoints(tmp_path, name, computes=toy.WITH_ACTIVATIONS)
     found = texts(quantized, enforce_eager=enforce_eager)
-    assert (3 in num_taped) != enforce_eager
+    assert (3 in taped.num_rows) != enforce_eager
     assert quantized_inputs == {
         "qkv_proj": True,
         "o_proj": False,

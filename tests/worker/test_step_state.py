@@ -15,9 +15,9 @@ from ascend_vllm.models.registry import MODELS
 from ascend_vllm.sampling_params import SamplingParams
 from ascend_vllm.types.step import NewRow
 from ascend_vllm.worker.row_state import RowState
-from ascend_vllm.worker.tape_runner import TapeRunner
 from tests.worker.biased_model import NUM_BIASES, BiasedForCausalLM, Biases, make_requests
 from tests.worker.drafting import generate, texts_of
+from tests.worker.taped_steps import note_taped_steps
 from tests.worker.test_drafts import make_config
 
 
@@ -34,18 +34,12 @@ from tests.worker.test_drafts import make_config
 def test_rows_of_a_step_get_their_own(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     base = generate(make_config(enforce_eager=True), make_requests())
     monkeypatch.setitem(MODELS, "Qwen2ForCausalLM", BiasedForCausalLM)
-    replayed: list[int] = []
-
-    class Noting(TapeRunner):
-        def run(self, batch: Any) -> Any:
-            hidden = super().run(batch)
-            replayed.extend([] if hidden is None else [len(hidden)])
-            return hidden
-
-    monkeypatch.setattr("ascend_vllm.worker.runner_choice.TapeRunner", Noting)
+    taped = note_taped_steps(monkeypatch)
     requests, config = make_requests(), make_config(**options)
     answers = generate(config, requests, [Biases()])
-    assert bool(replayed) == (config.graphs.mode == GraphMode.RECORDED)
+    assert bool(taped.layers) == (config.graphs.mode == GraphMode.RECORDED)
+    # replays of whole steps know nothing of state
+    assert taped.whole == []
     alone = make_config(enforce_eager=True)
     for number in range(NUM_BIASES):
         own = {name: asked for name, asked in requests.items() if name.endswith(str(number))}

@@ -1,4 +1,4 @@
-// The inputs of decoding steps, gathered from the rows' slots, and accepted drafts; see
+// The inputs of decoding steps, gathered from the rows' slots, and the tokens that they sample or accept; see
 // ascend_vllm/ops/decode_inputs.py.
 #include <algorithm>
 #include <cstdint>
@@ -23,6 +23,7 @@ struct DecodeInputs {
   int64_t* input_ids;     // [T]
   int64_t* positions;     // [T]
   int64_t* slot_mapping;  // [T]
+  int64_t* num_tokens;    // [R] tokens of each row, for one token of a row
   int64_t* last_tokens;   // [R] the last one of each row in these, for several tokens of a row
   int32_t* query_start;   // [R + 1] where rows begin, likewise
   int32_t* seq_lens;      // [R]
@@ -31,17 +32,19 @@ struct DecodeInputs {
 
 }  // namespace ascend_vllm
 
-// Returns the length of the longest row, or 0 if a row misses more or less than one token, or blocks for it.
+// Returns the length of the longest row, or 0 if a row misses more or less than one token, or room for another one.
 extern "C" __attribute__((visibility("default"))) int64_t
 ascend_vllm_decode_inputs(const ascend_vllm::DecodeInputs* inputs, int64_t rows) {
   const ascend_vllm::DecodeInputs& in = *inputs;
   int64_t longest = 0;
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t slot = in.slots[r], position = in.computed[slot], length = position + 1;
-    if (in.known[slot] != length || length > in.num_blocks[slot] * in.block_size) return 0;
+    const int64_t room = std::min(in.num_blocks[slot] * in.block_size, in.row_tokens - 1);
+    if (in.known[slot] != length || length > room) return 0;
     const int32_t* blocks = in.block_table + slot * in.row_blocks;
     in.input_ids[r] = in.token_ids[slot * in.row_tokens + position];
     in.positions[r] = position;
+    in.num_tokens[r] = length;
     in.slot_mapping[r] = int64_t{blocks[position / in.block_size]} * in.block_size + position % in.block_size;
     in.seq_lens[r] = static_cast<int32_t>(length);
     std::copy_n(blocks, position / in.block_size + 1, in.row_table + r * in.row_blocks);
@@ -50,7 +53,18 @@ ascend_vllm_decode_inputs(const ascend_vllm::DecodeInputs* inputs, int64_t rows)
   return longest;
 }
 
-// The same for several tokens of each row; those of positions p, p + 1, … are `shift` further in the row.
+// Adds the token that each row of the last step of one token a row sampled.
+extern "C" __attribute__((visibility("default"))) void ascend_vllm_append(
+    const ascend_vllm::DecodeInputs* inputs, int64_t rows, const int64_t* sampled) {
+  const ascend_vllm::DecodeInputs& in = *inputs;
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t slot = in.slots[r];
+    in.token_ids[slot * in.row_tokens + in.known[slot]++] = static_cast<int32_t>(sampled[r]);
+    ++in.computed[slot];
+  }
+}
+
+// The same as ascend_vllm_decode_inputs for several tokens of each row; those of positions p, p + 1, … are `shift` further in the row.
 // Returns 0 if a row has no blocks or no room for them.
 extern "C" __attribute__((visibility("default"))) int64_t
 ascend_vllm_several_inputs(const ascend_vllm::DecodeInputs* inputs, int64_t rows, int64_t shift) {

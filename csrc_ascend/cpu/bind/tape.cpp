@@ -1,6 +1,6 @@
 #include "cpu/bind/tape.h"
 
-#include <cstring>
+#include <bit>
 #include <exception>
 #include <string>
 #include <unordered_map>
@@ -25,7 +25,10 @@ at::Tensor TapePool::take(at::IntArrayRef sizes, const at::TensorOptions& option
     }
   }
   if (best == nullptr) {
-    blocks_.push_back(at::empty({bytes}, options.dtype(at::kByte)));
+    // Room for up to twice as many rows, since steps of more and more rows would leave a block of each size. What
+    // is not written takes no memory.
+    const auto capacity = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(bytes)));
+    blocks_.push_back(at::empty({capacity}, options.dtype(at::kByte)));
     best = &blocks_.back();
   }
   return best->narrow(0, 0, bytes).view(options.dtype().toScalarType()).view(sizes);
