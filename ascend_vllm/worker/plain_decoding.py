@@ -71,9 +71,10 @@ class PlainDecoder:
             params.min_p,
             params.seed,
         )
-        # the same of a step's rows, in the tapes' memory, and the rows and the version that they are of
+        # the same of the last step's rows, in the tapes' memory, if they were plain; the version that they are of
         self._of_rows = [np.zeros(self._most_rows, column.dtype) for column in self._columns]
-        self._rows_in_use: tuple[bytes, int] = (b"", -1)
+        self._last_rows: tuple[bytes, int] = (b"", -1)
+        self._were_plain = False
         self._tapes = Tapes()
         # by R
         self._sampled: dict[int, _Sampled] = {}
@@ -93,13 +94,8 @@ class PlainDecoder:
         has_drafts_or_masks = step.drafts or step.bitmask is not None
         if has_drafts_or_masks or num_rows > self._most_rows or sum(step.num_scheduled_tokens) != num_rows:
             return None
-        if (self._params.features[slots] & ~RANDOM).any() or self._inputs.gather(slots) == 0:
+        if not self._are_plain(slots) or self._inputs.gather(slots) == 0:
             return None
-        rows = (slots.tobytes(), self._params.version)
-        if rows != self._rows_in_use:
-            for of_rows, column in zip(self._of_rows, self._columns, strict=True):
-                of_rows[:num_rows] = column[slots]
-            self._rows_in_use = rows
         sampled = self._sampled.get(num_rows)
         if sampled is None:
             sampled = self._record(num_rows)
@@ -111,6 +107,17 @@ class PlainDecoder:
         # a copy: the next step writes to the same memory, perhaps before these have been read
         token_ids = sampled.token_ids.copy()
         return StepOutput(step_id=step.step_id, slots=slots.astype(np.int32), sampled_token_ids=token_ids[:, None])
+
+    def _are_plain(self, slots: Int64Array) -> bool:
+        """Whether rows need nothing but a sample; if so, their parameters are where the tapes read them."""
+        rows = (slots.tobytes(), self._params.version)
+        if rows != self._last_rows:
+            self._last_rows = rows
+            self._were_plain = not (self._params.features[slots] & ~RANDOM).any()
+            if self._were_plain:
+                for of_rows, column in zip(self._of_rows, self._columns, strict=True):
+                    of_rows[: len(slots)] = column[slots]
+        return self._were_plain
 
     def _record(self, num_rows: int) -> _Sampled | None:
         batch = self._static.batch(num_rows)
