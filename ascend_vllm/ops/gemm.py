@@ -182,8 +182,12 @@ def packed_linear(
 # Time of the gated product relative to the two ops, 896x9728 in bfloat16, interleaved on two cores of an AMD EPYC
 # (Zen 3): 1 row 0.99, 8 rows 0.99, 32 rows 1.01, 128 rows 1.02, 1024 rows 1.03: its tasks have half the rows, and
 # each reads its panels from memory. With AMX tiles, where writing the result costs far more than the product, on two
-# cores of an Intel Xeon (Sapphire Rapids): 1 row 0.99, 8 rows 0.98, 32 rows 0.92, 128 rows 0.88, 1024 rows 0.83.
+# cores of an Intel Xeon (Sapphire Rapids): 1 row 0.99, 8 rows 0.98, 32 rows 0.92, 128 rows 0.88, 1024 rows 0.83. With
+# dot products of bfloat16 pairs, likewise faster than memory, on two cores of an AMD EPYC (Zen 5): 1 row 0.97, 8 rows
+# 1.00, 32 rows 1.02, 128 rows 1.02, 256 rows 0.95, 1024 rows 0.94, 4096 rows 0.69.
 _MAX_GATED_ROWS = 8
+# kernels of bfloat16 products of many rows → rows from which on the gated product is the faster one
+_LEAST_GATED_ROWS: dict[str | None, int] = {"amx_bf16": 0, "avx512_bf16": 256}
 # name of a gated activation → act(x[:, :I]) * x[:, I:]
 GATED_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": lambda x: silu_and_mul(x),
@@ -283,8 +287,9 @@ class PackedLinear:
         self.out_features = out_features
         self.in_features = in_features
         self._has_kernel = has_kernel(dtype, device)
-        has_tiles = self._has_kernel and dtype == torch.bfloat16 and cpu_isa("many_rows", dtype) == "amx_bf16"
-        self._max_gated_rows = sys.maxsize if has_tiles else _MAX_GATED_ROWS
+        self._least_gated_rows = sys.maxsize
+        if self._has_kernel and dtype == torch.bfloat16:
+            self._least_gated_rows = _LEAST_GATED_ROWS.get(cpu_isa("many_rows", dtype), sys.maxsize)
         if self._has_kernel:
             self._weight = packed_zeros(out_features, in_features, dtype)
         else:
@@ -328,7 +333,8 @@ class PackedLinear:
 
     def gated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
         """x: [T, K]; bias: [N] or None; activation: one of GATED_ACTIVATIONS. Returns [T, N/2]."""
-        if self._has_kernel and self.out_features % (2 * PANEL) == 0 and len(x) <= self._max_gated_rows:
+        is_faster = len(x) <= _MAX_GATED_ROWS or len(x) >= self._least_gated_rows
+        if self._has_kernel and self.out_features % (2 * PANEL) == 0 and is_faster:
             result: torch.Tensor = packed_gated_linear(x, self._weight, bias, self.out_features, activation)
             return result
         return GATED_ACTIVATIONS[activation](self(x, bias))
