@@ -46,16 +46,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         library: keeps the tapes.
         handle: of them.
         key: of the tape.
+        growth: see `Tapes.record`.
 
     Attributes:
         parts: keys of tapes in the library, and calls of references between them, in order.
     """
 
-    def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p, key: int) -> None:
+    def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p, key: int, growth: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._library = library
         self._handle = handle
         self._key = key
+        self._growth = growth
         self.parts: list[int | Callable[[], None]] = []
         self._begin()
 
@@ -92,7 +94,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Begins another tape in the library: the first has the tape's key, others have keys of their own."""
         number = self._key + (len(self.parts) << 32)
         self.parts.append(number)
-        self._library.ascend_vllm_tape_begin(self._handle, number)
+        self._library.ascend_vllm_tape_begin(self._handle, number, self._growth)
 
 
 def _tensors_of(results: Any) -> Sequence[torch.Tensor]:
@@ -120,16 +122,21 @@ class Tapes:
         # by key, see `_Recorder`
         self._parts: dict[int, list[int | Callable[[], None]]] = {}
 
-    def record(self, key: int, function: Callable[[], T]) -> T:
+    def record(self, key: int, function: Callable[[], T], growth: int = 1) -> T:
         """Calls a function and keeps what it has kernels do, as the tape with a key.
 
         Tensors that it reads must stay where they are as long as the tape is replayed, and so must those that it
         returns and somebody reads: whoever lets go of one gives its memory to later recordings.
 
+        Args:
+            key: of the tape.
+            function: to be recorded.
+            growth: how many times the memory later recordings will need, so that they find room in this one's.
+
         Raises:
             UnrecordableError: the function computes with something else; there is no tape then.
         """
-        recorder = _Recorder(self._library, self._handle, key)
+        recorder = _Recorder(self._library, self._handle, key, growth)
         try:
             with recorder:
                 result = function()
@@ -170,7 +177,8 @@ def _library() -> ctypes.CDLL:
     library = native_library()
     library.ascend_vllm_tapes_make.restype = ctypes.c_void_p
     library.ascend_vllm_tapes_free.argtypes = [ctypes.c_void_p]
-    for name in ("begin", "drop", "length", "replay"):
+    library.ascend_vllm_tape_begin.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    for name in ("drop", "length", "replay"):
         getattr(library, f"ascend_vllm_tape_{name}").argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.ascend_vllm_tape_length.restype = ctypes.c_int64
     library.ascend_vllm_tape_replay.restype = ctypes.c_char_p

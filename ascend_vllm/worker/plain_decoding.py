@@ -10,6 +10,7 @@ Letters: R rows of a step, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -130,7 +131,7 @@ class PlainDecoder:
             return ids
 
         try:
-            sampled = _Sampled.of(self._tapes.record(num_rows, compute))
+            sampled = _Sampled.of(self._tapes.record(num_rows, compute, math.ceil(self._most_rows / num_rows)))
         except UnrecordableError:
             self._most_rows = 0
             return None

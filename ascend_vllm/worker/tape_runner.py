@@ -9,6 +9,7 @@ Letters: R rows of a step, q tokens of each, H hidden size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -84,8 +85,9 @@ class TapeRunner:
 
     def _record(self, shape: Shape, is_plain: bool) -> torch.Tensor | None:
         batch = self._inputs.batch(*shape)
+        growth = math.ceil(self._most_rows * max(self.query_lens) / math.prod(shape))
         try:
-            hidden = self._tapes.record(_key(shape, is_plain), lambda: self._forward(batch))
+            hidden = self._tapes.record(_key(shape, is_plain), lambda: self._forward(batch), growth)
         except UnrecordableError as error:
             logger.info("Decoding is not replayed from tapes: %s", error)
             self._most_rows = 0

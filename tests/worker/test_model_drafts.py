@@ -437,9 +437,9 @@ def test_steps_of_a_row_alone_are_recorded_before_the_first_request(
     """Recording would count as a cost of drafts. Only what draft models read of prompts is not."""
     recorded: list[int] = []
 
-    def record(self: Tapes, key: int, run: Any, record: Any = Tapes.record) -> Any:
+    def record(self: Tapes, key: int, *further: Any, record: Any = Tapes.record) -> Any:
         recorded.append(key)
-        return record(self, key, run)
+        return record(self, key, *further)
 
     monkeypatch.setattr(Tapes, "record", record)
     config = _with_drafts(make_config(max_num_seqs=2), *drafts[name])

@@ -153,7 +153,8 @@ class ChainTapes:
         # makes what it keeps for so many rows, which cannot be recorded
         arg_max(self._indices[: shape.num_rows, None].float())
         try:
-            tokens = self._tapes.record(shape.key, lambda: self._chain(shape))
+            growth = math.ceil(self._most_rows / shape.num_rows)
+            tokens = self._tapes.record(shape.key, lambda: self._chain(shape), growth)
         except UnrecordableError as error:
             logger.info("Drafts are not replayed from tapes: %s", error)
             self._most_rows = 0

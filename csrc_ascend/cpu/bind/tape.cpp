@@ -1,6 +1,5 @@
 #include "cpu/bind/tape.h"
 
-#include <bit>
 #include <exception>
 #include <string>
 #include <unordered_map>
@@ -25,10 +24,7 @@ at::Tensor TapePool::take(at::IntArrayRef sizes, const at::TensorOptions& option
     }
   }
   if (best == nullptr) {
-    // Room for up to twice as many rows, since steps of more and more rows would leave a block of each size. What
-    // is not written takes no memory.
-    const auto capacity = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(bytes)));
-    blocks_.push_back(at::empty({capacity}, options.dtype(at::kByte)));
+    blocks_.push_back(at::empty({bytes * growth}, options.dtype(at::kByte)));
     best = &blocks_.back();
   }
   return best->narrow(0, 0, bytes).view(options.dtype().toScalarType()).view(sizes);
@@ -50,11 +46,12 @@ ASCEND_VLLM_API void* ascend_vllm_tapes_make() { return new ascend_vllm::Tapes; 
 
 ASCEND_VLLM_API void ascend_vllm_tapes_free(void* tapes) { delete static_cast<ascend_vllm::Tapes*>(tapes); }
 
-// Starts recording this thread's launches to the tape with this key, replacing an earlier one.
-ASCEND_VLLM_API void ascend_vllm_tape_begin(void* tapes, int64_t key) {
+// Starts recording this thread's launches to the tape with this key, replacing an earlier one. growth: see TapePool.
+ASCEND_VLLM_API void ascend_vllm_tape_begin(void* tapes, int64_t key, int64_t growth) {
   auto* all = static_cast<ascend_vllm::Tapes*>(tapes);
   ascend_vllm::Tape& tape = all->tapes[key];
   tape.calls.clear();
+  all->pool.growth = growth;
   ascend_vllm::recording() = {&all->pool, &tape};
 }
 
