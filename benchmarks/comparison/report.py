@@ -92,12 +92,7 @@ class RowResult:
         Of many short readings in turns it is more precise than the ratio of the medians, since a machine whose speed
         changes is as fast for both readings of a round.
         """
-        found = list(zip(self.readings.get("ours", ()), self.readings.get("peer", ()), strict=False))
-        if len(found) < 2 or min(map(min, found)) <= 0:
-            return None
-        logs = [math.log(mine / theirs) for mine, theirs in found]
-        mean = math.exp(statistics.fmean(logs))
-        return mean, mean * statistics.stdev(logs) / math.sqrt(len(logs))
+        return _mean_ratio(self.readings.get("ours", ()), self.readings.get("peer", ()))
 
     @property
     def limit(self) -> float | None:
@@ -111,6 +106,13 @@ class RowResult:
         if not mine or not limit:
             return None
         return mine / limit if self.row.higher_is_better else limit / mine
+
+    @property
+    def share_of_rounds(self) -> tuple[float, float] | None:
+        """Likewise of our shares of each round's limit, for the reason of `pairs`."""
+        mine = self.readings.get("ours", ())
+        pair = (mine, self.allowed) if self.row.higher_is_better else (self.allowed, mine)
+        return _mean_ratio(*pair)
 
     def as_dict(self) -> dict[str, Any]:
         """The result for JSON."""
@@ -138,6 +140,7 @@ class RowResult:
             "limit": self.limit,
             "limit_by": row.limit_text if self.allowed else None,
             "share_of_limit": self.share,
+            "share_of_rounds": self.share_of_rounds,
             "readings": self.readings,
             "limit_readings": self.allowed,
             "machine_limits": [reading.as_dict() for reading in self.limits],
@@ -145,24 +148,38 @@ class RowResult:
         }
 
 
+def _mean_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, float] | None:
+    """Geometric mean of the ratios of readings, and its standard error; None: too few, or one is not positive."""
+    found = list(zip(above, below, strict=False))
+    if len(found) < 2 or min(map(min, found)) <= 0:
+        return None
+    logs = [math.log(one / other) for one, other in found]
+    mean = math.exp(statistics.fmean(logs))
+    return mean, mean * statistics.stdev(logs) / math.sqrt(len(logs))
+
+
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
+
+
+def _with_error(value: tuple[float, float] | None) -> str:
+    return "-" if value is None else "{:.3f} ± {:.3f}".format(*value)
 
 
 def lines(results: list[RowResult], peer: str | None) -> Iterator[str]:
     """The lines of the table."""
     heads = f"{'ours':>10} {peer or 'peer':>10} {'ratio':>7} {'of pairs':>13} {'target':>13}"
-    yield f"{'row':9} {heads} {'limit':>10} {'of limit':>9}  unit"
+    yield f"{'row':9} {heads} {'limit':>10} {'of limit':>9} {'of rounds':>13}  unit"
     for result in results:
         row, share = result.row, result.share
-        pairs = "-" if result.pairs is None else "{:.3f} ± {:.3f}".format(*result.pairs)
+        pairs, rounds = map(_with_error, (result.pairs, result.share_of_rounds))
         target = f"{'>=' if row.higher_is_better else '<='} {row.target_ratio}"
         if row.most is not None:
             target += f", {row.most:g}"
         yield (
             f"{row.name:9} {_number(result.median('ours')):>10} {_number(result.median('peer')):>10}"
             f" {_number(result.ratio):>7} {pairs:>13} {target:>13} {_number(result.limit):>10}"
-            f" {'-' if share is None else f'{share:.0%}':>9}  {row.unit}"
+            f" {'-' if share is None else f'{share:.0%}':>9} {rounds:>13}  {row.unit}"
         )
 
 

@@ -242,6 +242,11 @@ def test_medians_and_targets(program: types.ModuleType) -> None:
     start.allowed = c8.allowed = [1.0, 5.0, 4.0]
     assert start.share == pytest.approx(4 / 3) and c8.share == pytest.approx(3 / 4)
     assert statistics.median(start.allowed) == start.limit
+    for row, shares in ((start, (1 / 2, 5 / 9, 4 / 3)), (c8, (2 / 1, 9 / 5, 3 / 4))):
+        mean = math.exp(sum(map(math.log, shares)) / 3)
+        error = mean * statistics.stdev(map(math.log, shares)) / math.sqrt(3)
+        assert row.share_of_rounds == pytest.approx((mean, error))
+    assert f"{start.share_of_rounds[0]:.3f} ± " in "\n".join(program.report.lines([start], None))
 
 
 def test_what_the_machine_allows(program: types.ModuleType) -> None:
