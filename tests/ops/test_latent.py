@@ -136,14 +136,24 @@ def test_a_row_depends_on_nothing_but_itself(isa: str, dtype: torch.dtype, cache
 
 
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8])
-def test_threads_change_nothing(isa: str, cache_dtype: torch.dtype | None) -> None:
-    layer = Layer(torch.bfloat16, [(1, 3000), (2, 900), (50, 700)], cache_dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "rows",
+    # several; ones alone, whose keys and values threads share: in part of a tile, in several, in one more than they
+    # share; more queries than they share
+    [[(1, 3000), (2, 900), (50, 700)], [(1, 5)], [(1, 159)], [(2, 256)], [(1, 513)], [(30, 300)]],
+    ids=str,
+)
+def test_threads_change_nothing(
+    isa: str, rows: list[tuple[int, int]], dtype: torch.dtype, cache_dtype: torch.dtype | None
+) -> None:
+    layer = Layer(dtype, rows, cache_dtype)
     query = latent.heads_linear(layer.query, layer.absorb, NOPE, LATENT)
     arguments = (query, layer.cache, *layer.step, SCALE, LATENT)
     with_threads = torch.ops.ascend_vllm._latent_attention_with
     torch.set_num_threads(3)
     results = [with_threads(*arguments, threads, *layer.scales) for threads in (1, 2, 3)]
-    out = torch.empty(len(query), HEADS, VALUE, dtype=torch.bfloat16)
+    out = torch.empty(len(query), HEADS, VALUE, dtype=dtype)
     expanded = layer.expand(out.clone())
     torch.set_num_threads(1)
     assert torch.equal(results[0], results[1])

@@ -131,6 +131,17 @@ void attend_item(const LatentAttentionArgs& a, const LatentItem& item, float* sc
     T* out = static_cast<T*>(a.out) + first_token * a.heads * a.value_width;
     form.write(total, [&](int64_t row) { return out + row * a.value_width; });
   };
+  if constexpr (std::is_same_v<typename LatentFormOf<T>::type, LatentLanes<T>>) {
+    const bool is_alone = a.num_items == 1 && a.threads > 1 && item.key_begin == 0 && !is_bytes;
+    if (is_alone && form.can_attend_together(item.key_end)) {
+      form.attend_together(item.key_end, part_at(scratch, 0), [&](int64_t parts, const auto& part) {
+        run_parts(parts, a.threads, [&](int64_t index, int64_t thread) {
+          part(index, LatentLanes<T>::values_of(a.scratch + thread * a.scratch_stride + 2 * part_floats));
+        });
+      });
+      return write(part_at(scratch, 0));
+    }
+  }
   if (item.merge < 0) {
     for (int64_t begin = item.key_begin; begin < item.key_end; begin += kLatentSplitKeys) {
       const int64_t end = min_of(begin + kLatentSplitKeys, item.key_end);
@@ -154,7 +165,8 @@ ASCEND_VLLM_DEFINE_KERNEL(latent_attention, LatentAttentionArgs) {
     const auto run = [&](int64_t i, int64_t thread) {
       attend_item<decltype(tag)>(args, args.items[i], args.scratch + thread * args.scratch_stride);
     };
-    if (args.threads == 1) {
+    // a single item may have jobs of its own
+    if (args.threads == 1 || args.num_items == 1) {
       for (int64_t i = 0; i < args.num_items; ++i) run(i, 0);
     } else {
       run_parts(args.num_items, args.threads, run);

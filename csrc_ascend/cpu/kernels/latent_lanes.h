@@ -108,8 +108,13 @@ class LatentLanes {
     return kMaxLanes * key_width + kTileKeys * (key_width + kDepths + kPanelLanes + kMaxLanes) + kMaxLanes;
   }
 
+  // The memory for values in the scratch of a form.
+  static Key* values_of(float* scratch) {
+    return reinterpret_cast<Key*>(scratch + kTileKeys * (kPanelLanes + kMaxLanes));
+  }
+
   LatentLanes(const AttendedRows<T>& attended, const QueryRows& rows, float scale, float* scratch)
-      : attended_(attended), rows_(rows), scale_(scale) {
+      : attended_(attended), rows_(rows), scale_(scale), values_(values_of(scratch)) {
     const auto take = [&scratch](int64_t floats) {
       float* taken = scratch;
       scratch += floats;
@@ -117,7 +122,7 @@ class LatentLanes {
     };
     scores_ = take(kTileKeys * kPanelLanes);
     weights_ = reinterpret_cast<Query*>(take(kTileKeys * kMaxLanes));
-    values_ = reinterpret_cast<Key*>(take(kTileKeys * kDepths));
+    take(kTileKeys * kDepths);
     keys_ = reinterpret_cast<Key*>(take(kTileKeys * attended.key_width));
     queries_ = reinterpret_cast<Query*>(take(kMaxLanes * attended.key_width));
     rescale_ = take(kMaxLanes);
@@ -147,25 +152,71 @@ class LatentLanes {
       for_panels(rows_.count(), [&](int64_t first, auto vecs) {
         constexpr int kVecs = decltype(vecs)::value;
         const int64_t high = seen_keys(rows_, first, kVecs * kLanes, tile, 0, end).high;
-        if (high > 0) score_panel<kVecs>(first, tile, high, key_end, keys, part);
+        if (high <= 0) return;
+        score<kVecs>(first, tile, high, key_end, keys, scores_);
+        weigh<kVecs>(first, high, part, scores_, weights_ + first * kTileKeys, rescale_ + first);
       });
-      const TileRows<T> in_place = values_in_place(tile, end);
       for (int64_t depth = 0; depth < width; depth += kDepths) {
-        const int64_t depths = min_of(kDepths, width - depth);
-        int64_t base = 0;
-        const TileRows<Key> values = tile_values(in_place, end, depth, depths, keys, base);
-        for_panels(rows_.count(), [&](int64_t first, auto vecs) {
-          constexpr int kVecs = decltype(vecs)::value, kCount = kBlock<kVecs>;
-          const int64_t high = seen_keys(rows_, first, kVecs * kLanes, tile, 0, end).high;
-          if (high <= 0) return;
-          float* out = part.out + first * width + depth * kVecs * kLanes;
-          for (int64_t d = 0; d < depths; d += kCount) {
-            add_values<Kind, kCount, kVecs>(values, weights_ + first * kTileKeys, 0, high, base + d,
-                                            rescale_ + first, out + d * kVecs * kLanes);
-          }
-        });
+        add_depths(tile, end, depth, keys, weights_, rescale_, values_, part);
       }
     }
+  }
+
+  // Most rows and keys that `attend_together` is for.
+  static constexpr int64_t kTogetherRows = 16, kTogetherKeys = 512;
+
+  // Whether the memory behind the queries has room for what `attend_together` shares, and nothing is converted.
+  bool can_attend_together(int64_t key_end) const {
+    const int64_t shared = (key_end + kTileKeys - 1) / kTileKeys * (2 * kTileKeys + 1) * kTogetherRows;
+    return std::is_same_v<T, Key> && rows_.count() <= kTogetherRows && key_end <= kTogetherKeys &&
+           (kMaxLanes - kTogetherRows) * attended_.key_width >= shared;
+  }
+
+  // The same as `attend` from the first key on, by several threads, for a single sequence: each part of a first
+  // job has the scores of a tile, each part of a second one the sums of some depths. run(parts, part) calls
+  // part(index, values) for each index, with memory for [kTileKeys, kDepths] values that no other thread uses.
+  template <class Run>
+  void attend_together(int64_t key_end, LanesPart part, const Run& run) {
+    const int64_t lanes = round_up(rows_.count(), kLanes), width = attended_.value_width;
+    constexpr int64_t kTile = kTileKeys * kTogetherRows;
+    const int64_t tiles = (key_end + kTileKeys - 1) / kTileKeys;
+    float* scores = reinterpret_cast<float*>(queries_) + kTogetherRows * attended_.key_width;
+    float* weights = scores + tiles * kTile;
+    float* rescale = weights + tiles * kTile;
+    const auto for_tile = [&](int64_t index, const auto& body) {
+      const int64_t tile = index * kTileKeys, end = min_of(key_end - tile, kTileKeys);
+      for_panels(rows_.count(), [&](int64_t first, auto vecs) {
+        const int64_t high = seen_keys(rows_, first, decltype(vecs)::value * kLanes, tile, 0, end).high;
+        if (high > 0) body(tile, end, first, high, vecs);
+      });
+    };
+    run(tiles, [&](int64_t index, Key*) {
+      for_tile(index, [&](int64_t tile, int64_t end, int64_t first, int64_t high, auto vecs) {
+        score<decltype(vecs)::value>(first, tile, high, key_end, tile_keys(tile, end),
+                                     scores + index * kTile + first * kTileKeys);
+      });
+    });
+    fill(part.max, lanes, kNoMax);
+    fill(part.sum, lanes, 0.0f);
+    for (int64_t index = 0; index < tiles; ++index) {
+      for_tile(index, [&](int64_t, int64_t, int64_t first, int64_t high, auto vecs) {
+        weigh<decltype(vecs)::value>(first, high, part, scores + index * kTile + first * kTileKeys,
+                                     reinterpret_cast<Query*>(weights + index * kTile) + first * kTileKeys,
+                                     rescale + index * kTogetherRows + first);
+      });
+    }
+    run((width + kDepths - 1) / kDepths, [&](int64_t block, Key* values) {
+      const int64_t depth = block * kDepths, depths = min_of(kDepths, width - depth);
+      for_panels(rows_.count(), [&](int64_t first, auto vecs) {
+        constexpr int64_t kWidth = decltype(vecs)::value * kLanes;
+        fill(part.out + first * width + depth * kWidth, depths * kWidth, 0.0f);
+      });
+      for (int64_t index = 0; index < tiles; ++index) {
+        const int64_t tile = index * kTileKeys, end = min_of(key_end - tile, kTileKeys);
+        add_depths(tile, end, depth, tile_keys(tile, end), reinterpret_cast<Query*>(weights + index * kTile),
+                   rescale + index * kTogetherRows, values, part);
+      }
+    });
   }
 
   // total += part
@@ -232,7 +283,7 @@ class LatentLanes {
   // `depths` elements of the tile's values from `depth` on; they begin at element `base` of the rows returned.
   // With Pairs they are copied as [kTileKeys / 2, kDepths, 2].
   TileRows<Key> tile_values(const TileRows<T>& in_place, int64_t end, int64_t depth, int64_t depths,
-                            const TileRows<Key>& keys, int64_t& base) {
+                            const TileRows<Key>& keys, Key* copies, int64_t& base) const {
     const int64_t stride = in_place.size;
     if constexpr (Kind::kPaired == 2) {
       for (int64_t first = 0; first < end; first += in_place.run) {
@@ -242,21 +293,21 @@ class LatentLanes {
         if (depths == kDepths) {
           for (; n + 1 < last; n += 2, from += 2 * stride) {
             for (int64_t d = 0; d < kDepths; d += 2 * kLanes) {
-              interleave<2 * kLanes>(from + d, from + stride + d, values_ + n * kDepths + 2 * d);
+              interleave<2 * kLanes>(from + d, from + stride + d, copies + n * kDepths + 2 * d);
             }
           }
         }
         for (; n < last; n += 2, from += 2 * stride) {
           // memory beyond the keys in use may contain NaN, which a weight of zero would not mask
           const bool is_pair = n + 1 < last;
-          Key* to = values_ + n * kDepths;
+          Key* to = copies + n * kDepths;
           for (int64_t d = 0; d < depths; ++d) {
             to[2 * d] = from[d];
             to[2 * d + 1] = is_pair ? from[stride + d] : Key{};
           }
         }
       }
-      return {{values_}, kTileKeys, kDepths};
+      return {{copies}, kTileKeys, kDepths};
     } else if constexpr (std::is_same_v<T, Key>) {
       base = depth;
       return in_place;
@@ -265,8 +316,8 @@ class LatentLanes {
         base = depth;
         return keys;
       }
-      for (int64_t n = 0; n < end; ++n) widen(in_place.at(n) + depth, values_ + n * kDepths, depths);
-      return {{values_}, kTileKeys, kDepths};
+      for (int64_t n = 0; n < end; ++n) widen(in_place.at(n) + depth, copies + n * kDepths, depths);
+      return {{copies}, kTileKeys, kDepths};
     }
   }
 
@@ -276,23 +327,41 @@ class LatentLanes {
         [&](int64_t i, int rest) { store_n(to + i, load_n(from + i, rest), rest); });
   }
 
-  // Makes the weights of keys 0 … high-1 of the tile for the panel whose first row is `first`.
+  // Adds the tile's keys, of which the first `end` are in use, to the sums of some depths of all rows.
+  void add_depths(int64_t tile, int64_t end, int64_t depth, const TileRows<Key>& keys, const Query* weights,
+                  const float* rescale, Key* copies, LanesPart part) const {
+    const int64_t width = attended_.value_width, depths = min_of(kDepths, width - depth);
+    int64_t base = 0;
+    const TileRows<Key> values =
+        tile_values(values_in_place(tile, end), end, depth, depths, keys, copies, base);
+    for_panels(rows_.count(), [&](int64_t first, auto vecs) {
+      constexpr int kVecs = decltype(vecs)::value, kCount = kBlock<kVecs>;
+      const int64_t high = seen_keys(rows_, first, kVecs * kLanes, tile, 0, end).high;
+      if (high <= 0) return;
+      float* out = part.out + first * width + depth * kVecs * kLanes;
+      for (int64_t d = 0; d < depths; d += kCount) {
+        add_values<Kind, kCount, kVecs>(values, weights + first * kTileKeys, 0, high, base + d, rescale + first,
+                                        out + d * kVecs * kLanes);
+      }
+    });
+  }
+
+  // Scores of keys 0 … high-1 of the tile for the panel whose first row is `first`: [high, lanes].
   template <int kVecs>
-  void score_panel(int64_t first, int64_t tile, int64_t high, int64_t key_end, const TileRows<Key>& keys,
-                   LanesPart part) {
+  void score(int64_t first, int64_t tile, int64_t high, int64_t key_end, const TileRows<Key>& keys,
+             float* scores) const {
     constexpr int kCount = kBlock<kVecs>, kWidth = kVecs * kLanes;
     const int64_t size = attended_.key_width;
     const VecF scale = set1(scale_);
     for (int64_t n = 0; n < high; n += kCount) {
       if (first == 0) prefetch(tile + kTileKeys + n, kCount, key_end);
       if constexpr (kCount == 8) {
-        score_eight<Kind, kVecs>(keys.at(n), queries_ + first * size, size, scale, scores_ + n * kWidth);
+        score_eight<Kind, kVecs>(keys.at(n), queries_ + first * size, size, scale, scores + n * kWidth);
       } else {
-        score_keys<Kind, kCount, kVecs>(keys.at(n), queries_ + first * size, size, scale, scores_ + n * kWidth);
+        score_keys<Kind, kCount, kVecs>(keys.at(n), queries_ + first * size, size, scale, scores + n * kWidth);
       }
     }
-    hide<kWidth>(rows_, first, tile, 0, high, scores_);
-    weigh<kVecs>(first, high, part);
+    hide<kWidth>(rows_, first, tile, 0, high, scores);
   }
 
   // Prefetches keys of the next tile into the L2 cache; blocks are scattered, so hardware prefetching does not
@@ -304,28 +373,27 @@ class LatentLanes {
     for (int64_t i = 0; i < count * attended_.key_width; i += kLine) __builtin_prefetch(from + i, 0, 2);
   }
 
-  // Turns scores into weights; sets rescale_ to the factors for the earlier sums.
+  // Turns a panel's scores into its weights; sets `rescales` to the factors for the earlier sums.
   template <int kVecs>
-  void weigh(int64_t first, int64_t high, LanesPart part) {
+  void weigh(int64_t first, int64_t high, LanesPart part, float* scores, Query* weights, float* rescales) const {
     constexpr int kWidth = kVecs * kLanes;
-    Query* weights = weights_ + first * kTileKeys;
     VecF greatest[kVecs], sum[kVecs];
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) greatest[v] = load(part.max + first + v * kLanes);
     for (int64_t n = 0; n < high; ++n) {
 #pragma GCC unroll 4
-      for (int v = 0; v < kVecs; ++v) greatest[v] = max(greatest[v], load(scores_ + n * kWidth + v * kLanes));
+      for (int v = 0; v < kVecs; ++v) greatest[v] = max(greatest[v], load(scores + n * kWidth + v * kLanes));
     }
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) {
       const int64_t lane = first + v * kLanes;
       const VecF rescale = exp2_negative(load(part.max + lane) - greatest[v]);
-      store(rescale_ + lane, rescale);
+      store(rescales + v * kLanes, rescale);
       store(part.max + lane, greatest[v]);
       sum[v] = load(part.sum + lane) * rescale;
     }
     const auto weight_at = [&](int64_t n, int v) {
-      return weight_of<Kind>(load(scores_ + n * kWidth + v * kLanes) - greatest[v]);
+      return weight_of<Kind>(load(scores + n * kWidth + v * kLanes) - greatest[v]);
     };
     if constexpr (Kind::kPaired == 1) {
       for (int64_t n = 0; n < high; ++n) {
@@ -338,7 +406,7 @@ class LatentLanes {
       }
     } else {
       // keys come in pairs; one that is missing at the end gets the weight 0
-      if (high % 2 != 0) fill(scores_ + high * kWidth, kWidth, -__builtin_inff());
+      if (high % 2 != 0) fill(scores + high * kWidth, kWidth, -__builtin_inff());
       for (int64_t n = 0; n < high; n += 2) {
 #pragma GCC unroll 4
         for (int v = 0; v < kVecs; ++v) {
@@ -355,9 +423,9 @@ class LatentLanes {
   const AttendedRows<T>& attended_;
   const QueryRows& rows_;
   const float scale_;
-  float* scores_;   // [kTileKeys, panel lanes]
-  Query* weights_;  // panels of [keys, lanes]; with Pairs [keys / 2, lanes, 2]
-  Key* values_;     // [kTileKeys, kDepths]
+  Key* const values_;  // [kTileKeys, kDepths]
+  float* scores_;      // [kTileKeys, panel lanes]
+  Query* weights_;     // panels of [keys, lanes]; with Pairs [keys / 2, lanes, 2]
   Key* keys_;       // [kTileKeys, key_width]
   Query* queries_;  // panels of [key_width, lanes]
   float* rescale_;  // [kMaxLanes]
