@@ -161,7 +161,9 @@ class ModelRunner:
             return _nothing_sampled(step.step_id)
         slots = np.array(step.slots, np.int64)
         if step.num_steps == 1:
-            if self._plain is not None and not self._scorer.requests:
+            # a token of each row
+            is_decoding = sum(step.num_scheduled_tokens) == len(slots)
+            if self._plain is not None and is_decoding and not self._scorer.requests:
                 output = self._plain.run(step, slots)
                 if output is not None:
                     return output

@@ -84,16 +84,15 @@ class PlainDecoder:
         """Computes a step, and appends what its rows sample.
 
         Args:
-            step: with one pass; its diff has been applied.
+            step: with one pass, in which each row computes a token; its diff has been applied.
             slots: [R], its rows.
 
         Returns:
-            None if the step has prompts, too many rows or others than plain ones, or the model uses operators that
-            cannot be recorded: nothing has changed then.
+            None if the step has too many rows or others than plain ones, or the model uses operators that cannot be
+            recorded: nothing has changed then.
         """
         num_rows = len(slots)
-        has_drafts_or_masks = step.drafts or step.bitmask is not None
-        if has_drafts_or_masks or num_rows > self._most_rows or sum(step.num_scheduled_tokens) != num_rows:
+        if step.drafts or step.bitmask is not None or num_rows > self._most_rows:
             return None
         if not self._are_plain(slots) or self._inputs.gather(slots) == 0:
             return None

@@ -32,7 +32,8 @@ struct DecodeInputs {
 
 }  // namespace ascend_vllm
 
-// Returns the length of the longest row, or 0 if a row misses more or less than one token, or room for another one.
+// Returns the length of the longest row, or 0 if a row misses more or less than one token, or room for another
+// one.
 extern "C" __attribute__((visibility("default"))) int64_t
 ascend_vllm_decode_inputs(const ascend_vllm::DecodeInputs* inputs, int64_t rows) {
   const ascend_vllm::DecodeInputs& in = *inputs;
@@ -64,8 +65,8 @@ extern "C" __attribute__((visibility("default"))) void ascend_vllm_append(
   }
 }
 
-// The same as ascend_vllm_decode_inputs for several tokens of each row; those of positions p, p + 1, … are `shift` further in the row.
-// Returns 0 if a row has no blocks or no room for them.
+// The same as ascend_vllm_decode_inputs for several tokens of each row; those of positions p, p + 1, … are
+// `shift` further in the row. Returns 0 if a row has no blocks or no room for them.
 extern "C" __attribute__((visibility("default"))) int64_t
 ascend_vllm_several_inputs(const ascend_vllm::DecodeInputs* inputs, int64_t rows, int64_t shift) {
   const ascend_vllm::DecodeInputs& in = *inputs;
