@@ -46,7 +46,8 @@ ASCEND_VLLM_API void* ascend_vllm_tapes_make() { return new ascend_vllm::Tapes; 
 
 ASCEND_VLLM_API void ascend_vllm_tapes_free(void* tapes) { delete static_cast<ascend_vllm::Tapes*>(tapes); }
 
-// Starts recording this thread's launches to the tape with this key, replacing an earlier one. growth: see TapePool.
+// Starts recording this thread's launches to the tape with this key, replacing an earlier one. growth: see
+// TapePool.
 ASCEND_VLLM_API void ascend_vllm_tape_begin(void* tapes, int64_t key, int64_t growth) {
   auto* all = static_cast<ascend_vllm::Tapes*>(tapes);
   ascend_vllm::Tape& tape = all->tapes[key];
