@@ -18,8 +18,9 @@ namespace ascend_vllm {
 // Memory of tapes that are never replayed concurrently.
 class TapePool {
  public:
-  // New blocks are so many times as large as what they are taken for, for tapes of as many times the rows: without
-  // that, tapes of more and more rows would leave a block of each size. What is not written takes no memory.
+  // New blocks are so many times as large as what they are taken for, for tapes of as many times the rows:
+  // without that, tapes of more and more rows would leave a block of each size. What is not written takes no
+  // memory.
   int64_t growth = 1;
 
   at::Tensor take(at::IntArrayRef sizes, const at::TensorOptions& options);

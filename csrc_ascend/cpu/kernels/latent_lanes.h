@@ -375,7 +375,8 @@ class LatentLanes {
 
   // Turns a panel's scores into its weights; sets `rescales` to the factors for the earlier sums.
   template <int kVecs>
-  void weigh(int64_t first, int64_t high, LanesPart part, float* scores, Query* weights, float* rescales) const {
+  void weigh(int64_t first, int64_t high, LanesPart part, float* scores, Query* weights,
+             float* rescales) const {
     constexpr int kWidth = kVecs * kLanes;
     VecF greatest[kVecs], sum[kVecs];
 #pragma GCC unroll 4
@@ -426,9 +427,9 @@ class LatentLanes {
   Key* const values_;  // [kTileKeys, kDepths]
   float* scores_;      // [kTileKeys, panel lanes]
   Query* weights_;     // panels of [keys, lanes]; with Pairs [keys / 2, lanes, 2]
-  Key* keys_;       // [kTileKeys, key_width]
-  Query* queries_;  // panels of [key_width, lanes]
-  float* rescale_;  // [kMaxLanes]
+  Key* keys_;          // [kTileKeys, key_width]
+  Query* queries_;     // panels of [key_width, lanes]
+  float* rescale_;     // [kMaxLanes]
 };
 
 // What attends to rows of T.
