@@ -91,6 +91,8 @@ class ModelRunner:
     Attributes:
         forward: as given.
         sampler: of all its steps.
+        replays_steps: replay whole steps where that is possible; False while a profiler runs, which does not see the
+            operators of a replay.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class ModelRunner:
         self._multi_step = MultiStepDecoder(batch, self.sampler, self._logits, device, host_memory=host_memory)
         self._graphs: list[StepGraphs] = []
         self._plain: PlainDecoder | None = None
+        self.replays_steps = True
         self._proposer: Proposer | None = None
         self._needs_hidden = needs_hidden
 
@@ -163,7 +166,8 @@ class ModelRunner:
         if step.num_steps == 1:
             # a token of each row
             is_decoding = sum(step.num_scheduled_tokens) == len(slots)
-            if self._plain is not None and is_decoding and not self._scorer.requests:
+            may_replay = self.replays_steps and is_decoding and not self._scorer.requests
+            if self._plain is not None and may_replay:
                 output = self._plain.run(step, slots)
                 if output is not None:
                     return output

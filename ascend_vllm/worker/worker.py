@@ -44,6 +44,7 @@ from ascend_vllm.worker.adapters import WorkerAdapters
 from ascend_vllm.worker.kv_memory import GIB, KVMemory, first_line
 from ascend_vllm.worker.kv_pages import PagesAhead
 from ascend_vllm.worker.largest_step import make_largest_step, num_blocks_of
+from ascend_vllm.worker.model_runner import ModelRunner
 from ascend_vllm.worker.plugins import select_attention_backend
 from ascend_vllm.worker.profiler import WorkerProfiler
 from ascend_vllm.worker.runner_choice import LoadedModel, Runner, RunnerFactory, layers_with_cache
@@ -320,6 +321,8 @@ class Worker:
         """
         if self._profiler is None:
             raise RequestError("Profiler is not enabled. Set VLLM_TORCH_PROFILER_DIR to a directory for its traces.")
+        if isinstance(self._runner, ModelRunner):
+            self._runner.replays_steps = not is_start
         if is_start:
             self._profiler.start()
         else:

@@ -332,6 +332,8 @@ def test_a_client_that_leaves_ends_its_rendering(server: Server, client: httpx.C
 
 
 def test_nothing_is_left_of_a_server_that_is_killed(server: Server, client: httpx.Client) -> None:
+    # the test before has killed one
+    assert wait_until(lambda: len(renderers(server)) == 2)
     busy = renderers(server)
     assert wait_until(lambda: all(is_ready(process.pid) for process in busy))
     with pytest.raises(httpx.TransportError), concurrent.futures.ThreadPoolExecutor(2) as threads:
