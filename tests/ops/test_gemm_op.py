@@ -140,6 +140,34 @@ def test_large_results_take_the_memory_of_those_that_are_gone() -> None:
     check(held)
 
 
+def test_results_of_prompts_share_memory_whatever_the_lengths() -> None:
+    up = PackedLinear.of(torch.randn(2048, 64, generator=torch.Generator().manual_seed(0)))
+    down = PackedLinear.of(torch.randn(512, 2048, generator=torch.Generator().manual_seed(1)))
+    pages: set[int] = set()
+
+    def seen(result: torch.Tensor) -> torch.Tensor:
+        size = resource.getpagesize()
+        pages.update(range(result.data_ptr() // size, (result.data_ptr() + result.nbytes - 1) // size + 1))
+        return result
+
+    def prompt(rows: int) -> None:
+        x = torch.zeros(rows, 64)
+        for _ in range(5):
+            first = seen(down(seen(up(x, None)), None))
+            second = seen(down(seen(up(x, None)), None))
+            assert first.data_ptr() != second.data_ptr()
+            del first, second
+
+    native.release_memory()
+    for rows in (2000, 600, 1000):
+        prompt(rows)
+    # of 2,000 rows those of 2,048 and twice those of 512 numbers, each with a page more
+    assert len(pages) <= 2000 * 4 * (2048 + 2 * 512) // resource.getpagesize() + 3
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    prompt(2000)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 2000
+
+
 @pytest.mark.parametrize(
     ("rows", "inputs", "width"),
     [

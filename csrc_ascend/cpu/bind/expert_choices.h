@@ -1,7 +1,6 @@
 // Arguments that all mixtures of experts have, see ops/experts.py.
 #pragma once
 
-#include "cpu/bind/kept_memory.h"
 #include "cpu/bind/tape.h"
 #include "cpu/bind/tensor.h"
 #include "cpu/kernels/expert_rows.h"
@@ -45,12 +44,6 @@ inline void set_choices(ExpertChoices& args, const at::Tensor& x, const at::Tens
   args.hidden = hidden;
   args.x_stride = x.stride(0);
   args.choices = ids.size(1);
-}
-
-// Recorded calls use the tape's memory.
-inline at::Tensor new_workspace(int64_t bytes, const at::TensorOptions& options) {
-  const at::TensorOptions of_bytes = options.dtype(at::kByte);
-  return recording().tape == nullptr ? large_result({bytes}, of_bytes) : new_tensor({bytes}, of_bytes);
 }
 
 }  // namespace ascend_vllm

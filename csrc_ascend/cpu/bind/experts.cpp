@@ -38,7 +38,7 @@ at::Tensor experts_mlp(const at::Tensor& x, const at::Tensor& ids, const at::Ten
   args.gate = gate_of(activation);
   at::Tensor out = new_tensor(x.sizes(), x.options());
   args.out = out.mutable_data_ptr();
-  at::Tensor workspace = new_workspace(ExpertsMemory(args).bytes, x.options());
+  at::Tensor workspace = new_tensor({ExpertsMemory(args).bytes}, x.options().dtype(at::kByte));
   args.workspace = static_cast<char*>(workspace.mutable_data_ptr());
   launch([args] { experts_mlp_kernel(args); });
   return out;

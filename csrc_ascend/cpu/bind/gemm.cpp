@@ -1,6 +1,5 @@
 #include "cpu/kernels/gemm.h"
 
-#include "cpu/bind/kept_memory.h"
 #include "cpu/bind/panels.h"
 #include "cpu/bind/tape.h"
 #include "cpu/bind/tensor.h"
@@ -24,9 +23,7 @@ at::Tensor multiply(const at::Tensor& x, const at::Tensor& packed, const std::op
     args.bias = bias->const_data_ptr();
   }
   const int64_t shape[] = {x.size(0), gate.has_value() ? out_features / 2 : out_features};
-  // recorded calls use the tape's memory
-  at::Tensor out =
-      recording().tape == nullptr ? large_result(shape, x.options()) : new_tensor(shape, x.options());
+  at::Tensor out = new_tensor(shape, x.options());
   at::Tensor workspace;
   if (x.scalar_type() != at::kFloat) {
     workspace = new_tensor({linear_workspace(x.size(0), in_features)}, x.options().dtype(at::kFloat));

@@ -1,7 +1,6 @@
 #include <cstring>
 
 #include "cpu/bind/buffer.h"
-#include "cpu/bind/kept_memory.h"
 #include "cpu/bind/paged.h"
 #include "cpu/bind/panels.h"
 #include "cpu/bind/tape.h"
@@ -136,9 +135,7 @@ at::Tensor heads_linear(const at::Tensor& x, const at::Tensor& packed, int64_t i
   args.out_features = out_features;
   args.further = x.size(2) - in_features;
   const int64_t shape[] = {tokens, heads, out_features + args.further};
-  // recorded calls use the memory of the tape
-  at::Tensor out =
-      recording().tape == nullptr ? large_result(shape, x.options()) : new_tensor(shape, x.options());
+  at::Tensor out = new_tensor(shape, x.options());
   at::Tensor workspace;
   if (x.scalar_type() != at::kFloat) {
     workspace = new_tensor({heads * linear_workspace(tokens, in_features)}, x.options().dtype(at::kFloat));

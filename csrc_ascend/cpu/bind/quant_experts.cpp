@@ -112,7 +112,7 @@ at::Tensor run(Args& args, const at::Tensor& x, c10::string_view activation, voi
   args.gate_up.linear.gate = gate_of(activation);
   at::Tensor out = new_tensor(x.sizes(), x.options());
   args.out = out.mutable_data_ptr();
-  at::Tensor workspace = new_workspace(StackedExpertsMemory(args).bytes, x.options());
+  at::Tensor workspace = new_tensor({StackedExpertsMemory(args).bytes}, x.options().dtype(at::kByte));
   args.workspace = static_cast<char*>(workspace.mutable_data_ptr());
   launch([args, kernel] { kernel(args); });
   return out;

@@ -3,7 +3,6 @@
 #include <tuple>
 
 #include "cpu/bind/code.h"
-#include "cpu/bind/kept_memory.h"
 #include "cpu/bind/tape.h"
 #include "cpu/bind/tensor.h"
 #include "cpu/kernels/quant_pack.h"
@@ -35,12 +34,6 @@ const float* bias_of(const OptionalTensor& bias, int64_t out_features) {
   return bias->const_data_ptr<float>();
 }
 
-// Of a product, uninitialised: recorded calls use the tape's memory.
-at::Tensor new_result(int64_t rows, int64_t columns, const at::TensorOptions& options) {
-  return recording().tape == nullptr ? large_result({rows, columns}, options)
-                                     : new_tensor({rows, columns}, options);
-}
-
 at::Tensor multiply(const at::Tensor& x, const at::Tensor& codes, const at::Tensor& scales,
                     const OptionalTensor& zeros, const OptionalTensor& bias, const OptionalTensor& order,
                     int64_t out_features, int64_t group_size, c10::string_view code, std::optional<Gate> gate,
@@ -69,7 +62,7 @@ at::Tensor multiply(const at::Tensor& x, const at::Tensor& codes, const at::Tens
     args.order = order->const_data_ptr<int32_t>();
   }
   args.bias = bias_of(bias, out_features);
-  at::Tensor out = new_result(x.size(0), gate.has_value() ? out_features / 2 : out_features, x.options());
+  at::Tensor out = new_tensor({x.size(0), gate.has_value() ? out_features / 2 : out_features}, x.options());
   args.x = x.const_data_ptr();
   args.codes = static_cast<const uint32_t*>(codes.const_data_ptr());
   args.scales = scales.const_data_ptr();
@@ -124,7 +117,7 @@ at::Tensor multiply_int8(const at::Tensor& q, const at::Tensor& q_scales, const 
   }
   args.bias = bias_of(bias, out_features);
   const at::TensorOptions options = q.options().dtype(dtype);
-  at::Tensor out = new_result(rows, gate.has_value() ? out_features / 2 : out_features, options);
+  at::Tensor out = new_tensor({rows, gate.has_value() ? out_features / 2 : out_features}, options);
   args.dtype = dtype_of(out, "the result");
   args.q = q.const_data_ptr<int8_t>();
   args.q_scales = q_scales.const_data_ptr<float>();

@@ -1,5 +1,7 @@
 #include "cpu/bind/tape.h"
 
+#include <ATen/ops/empty.h>
+
 #include <exception>
 #include <string>
 #include <unordered_map>

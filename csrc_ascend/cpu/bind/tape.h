@@ -7,11 +7,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 
 #include <functional>
 #include <utility>
 #include <vector>
+
+#include "cpu/bind/kept_memory.h"
 
 namespace ascend_vllm {
 
@@ -40,10 +41,10 @@ struct Recording {
 };
 Recording& recording();
 
-// An uninitialised tensor.
+// An uninitialised tensor; recorded calls use the tape's memory.
 inline at::Tensor new_tensor(at::IntArrayRef sizes, const at::TensorOptions& options) {
   TapePool* pool = recording().pool;
-  return pool == nullptr ? at::empty(sizes, options) : pool->take(sizes, options);
+  return pool == nullptr ? kept_tensor(sizes, options) : pool->take(sizes, options);
 }
 
 // Runs `call` now and, if this thread records, in each replay. `call` must not refer to local variables.
