@@ -54,15 +54,13 @@ class ByteLanes : public ByteRows {
       fetch_.start_after(tile);
       for (int64_t n = round_down(begin, kRunKeys); n < end; n += kRunKeys) {
         transpose(blocks_.key(tile + n));
-        score<kRows>(n);
+        score<kRows>(tile, n);
       }
-      load_scales(tile, begin, end);
-      weigh_rows(
-          std::integral_constant<int64_t, kRows>{}, tile, begin, end, part, rescale_,
-          [](VecF t) { return exp2_negative(t); },
-          [&](int64_t i, int64_t n, VecF weight) { store(scores_ + i * kTileKeys + n, weight); });
-#pragma GCC unroll 8
-      for (int i = 0; i < kRows; ++i) round_weights(i, begin, end);
+      const float greatest_scale = load_value_scales(tile, begin, end);
+      weigh_rows<kRows>(
+          tile, begin, end, part, [](VecF t) { return exp2_coarse(t); },
+          [&](VecF powers) { set_steps(powers * set1(greatest_scale)); },
+          [&](int64_t i, int64_t n, VecF weight) { store_weight(i, n, weight); });
       for (int64_t d = 0; d < size_; d += kDepths) {
         interleave_values(d, tile, begin, end);
         // 8 rows of two vectors do not fit the registers
@@ -73,6 +71,8 @@ class ByteLanes : public ByteRows {
     }
     write(part);
   }
+
+  static constexpr float kMostWeight = 65535.0f;
 
   static __m512i without_sign(__m512i bytes) { return _mm512_xor_si512(bytes, _mm512_set1_epi8(-128)); }
   static __m512i set1_quad(const int8_t* p) {
@@ -93,9 +93,12 @@ class ByteLanes : public ByteRows {
 
   // The scores of the transposed keys, which begin with key n of the tile.
   template <int kRows>
-  void score(int64_t n) {
+  void score(int64_t tile, int64_t n) {
     __m512i high[kRows], low[kRows];
-    for (int i = 0; i < kRows; ++i) high[i] = low[i] = _mm512_setzero_si512();
+    for (int i = 0; i < kRows; ++i) {
+      high[i] = _mm512_setzero_si512();
+      low[i] = _mm512_set1_epi32(query_starts_[i]);
+    }
     for (int64_t d = 0; d < size_; d += 8) {
       fetch_.some(2);
 #pragma GCC unroll 2
@@ -109,26 +112,47 @@ class ByteLanes : public ByteRows {
         }
       }
     }
+    VecF scale = set1(scale_);
+    if (blocks_.key_scales != nullptr) {
+      scale = scale * load(blocks_.key_scales + blocks_.scale_offset(tile + n));
+    }
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
-      const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[i], 7), low[i]);
-      const __m512i exact = _mm512_sub_epi32(sum, _mm512_set1_epi32(128 * query_sums_[i]));
-      store(scores_ + i * kTileKeys + n, _mm512_cvtepi32_ps(exact) * set1(query_steps_[i] * scale_));
+      const __m512i exact = _mm512_add_epi32(_mm512_slli_epi32(high[i], 7), low[i]);
+      store(scores_ + i * kTileKeys + n, _mm512_cvtepi32_ps(exact) * (scale * set1(query_steps_[i])));
     }
   }
 
-  // Rounds the weights of a row to 16 bits; those of keys that are not in begin … end-1 are zero.
-  void round_weights(int64_t i, int64_t begin, int64_t end) {
-    constexpr float kMost = 65535.0f;
-    const int64_t first = round_down(begin, kLanes), last = round_up(end, kLanes);
-    const float* weights = scores_ + i * kTileKeys;
-    const VecF factor = set1(set_step(i, first, last, kMost));
-    for (int64_t n = first; n < last; n += kLanes) {
-      const __m512i value = _mm512_cvtps_epi32(load(weights + n) * factor);
-      int8_t* to = weights_ + i * kTileKeys + n;
-      _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_srli_epi32(value, 8)));
-      _mm_store_si128(reinterpret_cast<__m128i*>(to + kMaxDepthRows * kTileKeys), _mm512_cvtepi32_epi8(value));
+  // Copies the scales of values begin … end-1 of the tile. Returns the greatest; 1 if they have none.
+  float load_value_scales(int64_t tile, int64_t begin, int64_t end) {
+    if (blocks_.value_scales == nullptr) return 1.0f;
+    VecF greatest = set1(0.0f);
+    for (int64_t n = round_down(begin, kRunKeys); n < end; n += kRunKeys) {
+      // those of keys beyond the sequence may be NaN, and their weights are zero
+      const int64_t from = max_of(begin - n, 0), to = min_of(end - n, kRunKeys);
+      const auto used = static_cast<__mmask16>((1 << to) - (1 << from));
+      const VecF scales =
+          _mm512_maskz_mov_ps(used, load(blocks_.value_scales + blocks_.scale_offset(tile + n)));
+      store(value_scales_ + n, scales);
+      greatest = max(greatest, scales);
     }
+    return reduce_max(greatest);
+  }
+
+  // Sets the steps of weights of 16 bits whose largest, of each row, is at most in lane i of `largest`.
+  void set_steps(VecF largest) {
+    // below, 1 / largest is infinite, and so little does not count
+    const __mmask16 counts = _mm512_cmp_ps_mask(largest, set1(1e-30f), _CMP_GT_OQ);
+    store(weight_steps_, _mm512_maskz_mul_ps(counts, largest, set1(1.0f / kMostWeight)));
+    store(weight_factors_, _mm512_maskz_div_ps(counts, set1(kMostWeight), largest));
+  }
+
+  // Rounds weights of row i, keys n … n+15, to 16 bits.
+  void store_weight(int64_t i, int64_t n, VecF weight) {
+    const __m512i value = _mm512_cvtps_epi32(weight * set1(weight_factors_[i]));
+    int8_t* to = weights_ + i * kTileKeys + n;
+    _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_srli_epi32(value, 8)));
+    _mm_store_si128(reinterpret_cast<__m128i*>(to + kMaxDepthRows * kTileKeys), _mm512_cvtepi32_epi8(value));
   }
 
   // Groups of four values as [4, 16 groups, 16 depths, 4], for depths d … d+63; see `put_in_order`.
@@ -187,6 +211,7 @@ class ByteLanes : public ByteRows {
   const int64_t size_;
   float* const out_;     // [8, D], in the order of `interleave`
   int8_t* const panel_;  // [D / 4, 16 keys, 4]
+  alignas(64) float weight_factors_[kLanes];
   alignas(64) int8_t values_[kTileKeys * kDepths];
 };
 

@@ -7,13 +7,13 @@
 
 #ifdef __AVX512VNNI__
 
-#include "cpu/kernels/paged_depth_lanes.h"
+#include "cpu/kernels/paged_row_weights.h"
 
 namespace ascend_vllm {
 namespace {
 
-class ByteRows : protected DepthLanes<int8_t> {
-  using Base = DepthLanes<int8_t>;
+class ByteRows : protected RowWeights<int8_t> {
+  using Base = RowWeights<int8_t>;
   static_assert(kMaxDepthRows == 8 && kTileKeys == 64);
 
  public:
@@ -41,7 +41,7 @@ class ByteRows : protected DepthLanes<int8_t> {
       }
       const float largest = reduce_max(greatest);
       query_steps_[i] = largest / kLargest + reduce_add(not_finite);
-      query_sums_[i] = 0;
+      query_starts_[i] = 0;
       if (!(query_steps_[i] > 0.0f)) continue;
       const VecF factor = set1(kLargest / largest);
       __m512i sum = _mm512_setzero_si512();
@@ -53,25 +53,12 @@ class ByteRows : protected DepthLanes<int8_t> {
         store_quads(to, _mm512_cvtepi32_epi8(high));
         store_quads(to + 4 * kMaxDepthRows, _mm512_cvtepi32_epi8(low_of(value, high)));
       }
-      query_sums_[i] = _mm512_reduce_add_epi32(sum);
+      query_starts_[i] = -128 * _mm512_reduce_add_epi32(sum);
     }
   }
 
  protected:
   static constexpr float kLargest = 127.0f * 128.0f;
-
-  // Sets the step of a row's weights of keys first … last-1, whole vectors, so that the largest is `most` of
-  // them. Returns what turns weights into steps.
-  float set_step(int64_t i, int64_t first, int64_t last, float most) {
-    const float* weights = scores_ + i * kTileKeys;
-    VecF greatest = set1(0.0f);
-    for (int64_t n = first; n < last; n += kLanes) greatest = max(greatest, load(weights + n));
-    const float largest = reduce_max(greatest);
-    // below, 1 / largest is infinite, and so little does not count
-    const bool counts = largest > 1e-30f;
-    weight_steps_[i] = counts ? largest / most : 0.0f;
-    return counts ? most / largest : 0.0f;
-  }
 
   // value = 128 * high + low, both of one byte
   static __m512i high_of(__m512i value) {
@@ -112,9 +99,9 @@ class ByteRows : protected DepthLanes<int8_t> {
   }
 
   int8_t* const query_bytes_;  // [D / 4, high and low bytes of 8 rows, 4]
-  float query_steps_[kMaxDepthRows], weight_steps_[kMaxDepthRows];
-  alignas(64) float rescale_[kPlaces];
-  int32_t query_sums_[kMaxDepthRows];                          // as integers
+  float query_steps_[kMaxDepthRows];
+  alignas(64) float weight_steps_[kLanes];
+  int32_t query_starts_[kMaxDepthRows];                        // -128 times the sum of the integers
   alignas(64) int8_t weights_[2 * kMaxDepthRows * kTileKeys];  // [high and low bytes of 8 rows, keys]
 };
 

@@ -92,11 +92,24 @@ class ByteTiles : public ByteRows {
     }
   }
 
+  // Sets the step of a row's weights of keys first … last-1, whole vectors, so that the largest is kLargest of
+  // them. Returns what turns weights into steps.
+  float set_step(int64_t i, int64_t first, int64_t last) {
+    const float* weights = scores_ + i * kTileKeys;
+    VecF greatest = set1(0.0f);
+    for (int64_t n = first; n < last; n += kLanes) greatest = max(greatest, load(weights + n));
+    const float largest = reduce_max(greatest);
+    // below, 1 / largest is infinite, and so little does not count
+    const bool counts = largest > 1e-30f;
+    weight_steps_[i] = counts ? largest / kLargest : 0.0f;
+    return counts ? kLargest / largest : 0.0f;
+  }
+
   // Rounds the weights of a row; those of keys that are not in begin … end-1 are zero.
   void round_weights(int64_t i, int64_t begin, int64_t end) {
     const int64_t first = round_down(begin, kLanes), last = round_up(end, kLanes);
     const float* weights = scores_ + i * kTileKeys;
-    const VecF factor = set1(set_step(i, first, last, kLargest));
+    const VecF factor = set1(set_step(i, first, last));
     for (int64_t n = 0; n < kTileKeys; n += kLanes) {
       const bool is_used = n >= first && n < last;
       const __m512i value = is_used ? _mm512_cvtps_epi32(load(weights + n) * factor) : _mm512_setzero_si512();

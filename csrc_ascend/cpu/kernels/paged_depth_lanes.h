@@ -85,6 +85,10 @@ class DepthLanes {
       seen_from_[i] = rows.seen_from(rows.begin + i);
       seen_to_[i] = rows.position(rows.begin + i) + 1;
     }
+    for (int64_t i = 0; i < rows.count(); ++i) {
+      all_from_ = max_of(all_from_, seen_from_[i]);
+      all_to_ = min_of(all_to_, seen_to_[i]);
+    }
   }
 
   // query(row) is the first element of a row.
@@ -202,13 +206,19 @@ class DepthLanes {
     for (int64_t n = first; n < last; n += kLanes) store(numbers + n, load(numbers + n) * load(factors + n));
   }
 
-  // Applies to the scores of one row all that changes them, and hides those of keys that it does not see.
+  // Whether `finish_scores` would change nothing: all rows see all keys of a whole tile.
+  bool sees_all(int64_t tile, int64_t begin, int64_t end) const {
+    return begin == 0 && end == kTileKeys && all_from_ <= tile && tile + kTileKeys <= all_to_ &&
+           !rows_.changes_scores();
+  }
+
+  // Applies to the scores of one row all that changes them but scales, and hides those of keys that it does not
+  // see.
   void finish_scores(int64_t i, int64_t tile, int64_t begin, int64_t end) {
     float* scores = scores_ + i * kTileKeys;
     const int64_t first = round_down(begin, kLanes), last = round_up(end, kLanes);
     const int64_t low = clamp(seen_from_[i] - tile, begin, end);
     const int64_t high = clamp(seen_to_[i] - tile, low, end);
-    if (blocks_.key_scales != nullptr) multiply(scores, key_scales_, first, last);
     if (rows_.changes_scores()) change_scores(rows_.begin + i, tile, first, last, scores);
     fill(scores + first, low - first, -__builtin_inff());
     fill(scores + high, last - high, -__builtin_inff());
@@ -218,6 +228,7 @@ class DepthLanes {
   float weigh(int64_t i, int64_t tile, int64_t begin, int64_t end, Part part) {
     float* scores = scores_ + i * kTileKeys;
     const int64_t first = round_down(begin, kLanes), last = round_up(end, kLanes);
+    if (blocks_.key_scales != nullptr) multiply(scores, key_scales_, first, last);
     finish_scores(i, tile, begin, end);
     VecF greatest = set1(part.max[i]);
     for (int64_t n = first; n < last; n += kLanes) greatest = max(greatest, load(scores + n));
@@ -234,38 +245,6 @@ class DepthLanes {
     part.max[i] = new_max;
     part.sum[i] = part.sum[i] * rescale + reduce_add(sum);
     return rescale;
-  }
-
-  // As `weigh`, of all rows, none of which waits for another. put(i, n, weights) stores those of keys n … of
-  // row i, whole vectors of them, with the scales of values. Sets rescale[kPlaces].
-  template <class Rows, class Power, class Put>
-  [[gnu::always_inline]] void weigh_rows(Rows rows, int64_t tile, int64_t begin, int64_t end, Part part,
-                                         float* rescale, const Power& power, const Put& put) {
-    const int64_t first = round_down(begin, kLanes), last = round_up(end, kLanes);
-    alignas(64) float greatest[kPlaces] = {}, before[kPlaces] = {};
-    for (int64_t i = 0; i < rows; ++i) {
-      const float* scores = scores_ + i * kTileKeys;
-      finish_scores(i, tile, begin, end);
-      VecF top = set1(part.max[i]);
-      for (int64_t n = first; n < last; n += kLanes) top = max(top, load(scores + n));
-      before[i] = part.max[i];
-      part.max[i] = greatest[i] = reduce_max(top);
-    }
-    for (int64_t i = 0; i < kPlaces; i += kLanes) {
-      store(rescale + i, exp2_negative(load(before + i) - load(greatest + i)));
-    }
-    for (int64_t i = 0; i < rows; ++i) {
-      const float* scores = scores_ + i * kTileKeys;
-      const VecF shift = set1(greatest[i]);
-      VecF sum = set1(0.0f);
-      for (int64_t n = first; n < last; n += kLanes) {
-        VecF weight = power(load(scores + n) - shift);
-        sum = sum + weight;
-        if (blocks_.value_scales != nullptr) weight = weight * load(value_scales_ + n);
-        put(i, n, weight);
-      }
-      part.sum[i] = part.sum[i] * rescale[i] + reduce_add(sum);
-    }
   }
 
   // Soft cap and ALiBi of one row, for keys first … last-1 of the tile, which are whole vectors.
@@ -362,6 +341,7 @@ class DepthLanes {
   float* const scores_;   // [kMaxDepthRows, kTileKeys]: scores, then weights
   Query* const queries_;  // [kMaxDepthRows, D]
   int64_t seen_from_[kMaxDepthRows], seen_to_[kMaxDepthRows];  // positions that each row sees, without the last
+  int64_t all_from_ = 0, all_to_ = INT64_MAX;                  // that all rows see
   float key_scales_[kTileKeys];
   float value_scales_[kTileKeys];
 };

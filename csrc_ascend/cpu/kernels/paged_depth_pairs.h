@@ -65,7 +65,7 @@ inline void transpose_unit(const bfloat16* keys, int64_t stride, bfloat16* to) {
 template <class T>
 class DepthPairs : private DepthLanes<T> {
   using Base = DepthLanes<T>;
-  using Base::blocks_, Base::rows_, Base::scale_, Base::scores_;
+  using Base::blocks_, Base::key_scales_, Base::rows_, Base::scale_, Base::scores_, Base::value_scales_;
 
  public:
   static constexpr int64_t kMostRows = 8;
@@ -107,9 +107,7 @@ class DepthPairs : private DepthLanes<T> {
         for_rows([&]<int kRows>(int64_t row) { score<kRows>(row, tile, begin, end, key_end); });
       }
       Base::load_scales(tile, begin, end);
-      Base::weigh_rows(
-          rows_.count(), tile, begin, end, part, rescale_, [](VecF t) { return exp2_negative(t); },
-          [&](int64_t i, int64_t n, VecF weight) { store(scores_ + i * kTileKeys + n, weight); });
+      weigh_rows(tile, begin, end, part);
       for_rows([&]<int kRows>(int64_t row) { add_values<kRows>(row, tile, begin, end, key_end); });
     }
     for (int64_t i = 0; i < rows_.count(); ++i) {
@@ -130,6 +128,37 @@ class DepthPairs : private DepthLanes<T> {
   static constexpr int kUnits = kRows >= 4   ? 1
                                 : kRows == 2 ? 2
                                              : 4;
+
+  // As `weigh`, of all rows, none of which waits for another. Sets rescale_.
+  void weigh_rows(int64_t tile, int64_t begin, int64_t end, Part part) {
+    const int64_t rows = rows_.count();
+    const int64_t first = round_down(begin, kLanes), last = round_up(end, kLanes);
+    alignas(64) float greatest[kPlaces] = {}, before[kPlaces] = {};
+    for (int64_t i = 0; i < rows; ++i) {
+      float* scores = scores_ + i * kTileKeys;
+      if (blocks_.key_scales != nullptr) Base::multiply(scores, key_scales_, first, last);
+      Base::finish_scores(i, tile, begin, end);
+      VecF top = set1(part.max[i]);
+      for (int64_t n = first; n < last; n += kLanes) top = max(top, load(scores + n));
+      before[i] = part.max[i];
+      part.max[i] = greatest[i] = reduce_max(top);
+    }
+    for (int64_t i = 0; i < kPlaces; i += kLanes) {
+      store(rescale_ + i, exp2_negative(load(before + i) - load(greatest + i)));
+    }
+    for (int64_t i = 0; i < rows; ++i) {
+      float* scores = scores_ + i * kTileKeys;
+      const VecF shift = set1(greatest[i]);
+      VecF sum = set1(0.0f);
+      for (int64_t n = first; n < last; n += kLanes) {
+        VecF weight = exp2_negative(load(scores + n) - shift);
+        sum = sum + weight;
+        if (blocks_.value_scales != nullptr) weight = weight * load(value_scales_ + n);
+        store(scores + n, weight);
+      }
+      part.sum[i] = part.sum[i] * rescale_[i] + reduce_add(sum);
+    }
+  }
 
   static int64_t place_of(int64_t d) {
     if constexpr (!std::is_same_v<T, bfloat16>) return d;

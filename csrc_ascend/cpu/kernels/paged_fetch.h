@@ -73,8 +73,8 @@ class TileFetch {
       at_[runs_++] = reinterpret_cast<const char*>(blocks.key(n));
       at_[runs_++] = reinterpret_cast<const char*>(blocks.value(n));
       if (blocks.key_scales == nullptr) continue;
-      __builtin_prefetch(blocks.key_scales + blocks.scale_offset(n), 0, 2);
-      __builtin_prefetch(blocks.value_scales + blocks.scale_offset(n), 0, 2);
+      __builtin_prefetch(blocks.key_scales + blocks.scale_offset(n), 0, kLocality);
+      __builtin_prefetch(blocks.value_scales + blocks.scale_offset(n), 0, kLocality);
     }
   }
 

@@ -12,7 +12,7 @@
 
 #ifdef __AVX512F__
 
-#include "cpu/kernels/paged_depth_lanes.h"
+#include "cpu/kernels/paged_row_weights.h"
 #include "cpu/kernels/paged_transpose.h"
 
 namespace ascend_vllm {
@@ -20,9 +20,9 @@ namespace {
 
 // T: of the cache, bfloat16 or a byte.
 template <class T>
-class KeyLanes : private DepthLanes<T> {
-  using Base = DepthLanes<T>;
-  using Base::blocks_, Base::fetch_, Base::rows_, Base::scale_, Base::scores_;
+class KeyLanes : private RowWeights<T> {
+  using Base = RowWeights<T>;
+  using Base::blocks_, Base::fetch_, Base::rows_, Base::scale_, Base::scores_, Base::rescale_;
   using Number = std::conditional_t<kHasPairDots, bfloat16, float>;  // of queries and weights
   static constexpr bool kIsWidened = !std::is_same_v<T, bfloat16>;
   static constexpr int64_t kRunKeys = 16;       // blocks are multiples of it
@@ -86,12 +86,12 @@ class KeyLanes : private DepthLanes<T> {
       fetch_.start_after(tile);
       for (int64_t n = round_down(begin, kPanels * kRunKeys); n < end; n += kPanels * kRunKeys) {
         transpose(tile, n, begin, end);
-        score<kRows>(n);
+        score<kRows>(tile, n, end);
       }
       Base::load_scales(tile, begin, end);
-      Base::weigh_rows(
-          std::integral_constant<int64_t, kRows>{}, tile, begin, end, part, rescale_,
-          [](VecF t) { return kHasPairDots ? exp2_coarse(t) : exp2_negative(t); },
+      Base::template weigh_rows<kRows>(
+          tile, begin, end, part, [](VecF t) { return kHasPairDots ? exp2_coarse(t) : exp2_negative(t); },
+          [](VecF) {},
           [&](int64_t i, int64_t n, VecF weight) {
             fetch_.template part<kLines>();
             store(weights_ + i * kTileKeys + n, weight);
@@ -152,7 +152,7 @@ class KeyLanes : private DepthLanes<T> {
 
   // The scores of the transposed keys, which begin with key n of the tile.
   template <int kRows>
-  void score(int64_t n) {
+  void score(int64_t tile, int64_t n, int64_t end) {
     VecF acc[kRows][kPanels];
     for (auto& of_row : acc) {
       for (VecF& sum : of_row) sum = set1(0.0f);
@@ -172,11 +172,21 @@ class KeyLanes : private DepthLanes<T> {
         }
       }
     }
-    const VecF scale = set1(scale_);
+    VecF scales[kPanels];
+#pragma GCC unroll 2
+    for (int p = 0; p < kPanels; ++p) {
+      scales[p] = set1(scale_);
+      const int64_t first = n + p * kRunKeys;
+      if constexpr (kIsWidened) {
+        if (blocks_.key_scales == nullptr || first >= end) continue;
+        scales[p] = scales[p] * load(blocks_.key_scales + blocks_.scale_offset(tile + first));
+      }
+    }
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 2
-      for (int p = 0; p < kPanels; ++p) store(scores_ + i * kTileKeys + n + p * kRunKeys, acc[i][p] * scale);
+      for (int p = 0; p < kPanels; ++p)
+        store(scores_ + i * kTileKeys + n + p * kRunKeys, acc[i][p] * scales[p]);
     }
   }
 
@@ -274,7 +284,6 @@ class KeyLanes : private DepthLanes<T> {
   Number* const weights_;   // [8, kTileKeys]
   bfloat16* const panels_;  // [2, D / 2, 16 keys, 2]
   bfloat16* const wide_;    // [kTileKeys, D], of bytes
-  alignas(64) float rescale_[kPlaces];
 };
 
 }  // namespace
