@@ -15,14 +15,14 @@ namespace {
 
 // Smaller ones are malloc's.
 constexpr size_t kLeastBytes = size_t{1} << 20;
-// Of all blocks; what is above is malloc's.
+// Of all blocks; what is above is freed with its tensor.
 constexpr size_t kMostBytes = size_t{256} << 20;
 // A tensor takes a block of up to so many times its size.
 constexpr size_t kMostWaste = 4;
 
 class KeptBlocks {
  public:
-  // A block of at least `bytes` that nothing else uses; an empty storage if there is no room for one.
+  // A block of at least `bytes` that nothing else uses.
   c10::Storage take(size_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
     // `best`: the smallest that is large enough; `grown`: the largest that is not
@@ -41,7 +41,7 @@ class KeptBlocks {
     std::atomic_thread_fence(std::memory_order_acquire);
     if (best != nullptr) return *best;
     if (grown != nullptr) kept -= grown->nbytes();
-    if (kept + bytes > kMostBytes) return {};
+    if (kept + bytes > kMostBytes) return new_block(bytes);
     if (grown == nullptr) grown = &blocks_.emplace_back();
     *grown = c10::Storage();  // freed first, so that both do not exist at a time
     *grown = new_block(bytes);
@@ -80,10 +80,8 @@ KeptBlocks& blocks() {
 
 at::Tensor kept_tensor(at::IntArrayRef sizes, const at::TensorOptions& options) {
   const size_t bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * options.dtype().itemsize();
-  if (bytes >= kLeastBytes) {
-    if (c10::Storage storage = blocks().take(bytes)) return at::empty({0}, options).set_(storage, 0, sizes);
-  }
-  return at::empty(sizes, options);
+  if (bytes < kLeastBytes) return at::empty(sizes, options);
+  return at::empty({0}, options).set_(blocks().take(bytes), 0, sizes);
 }
 
 }  // namespace ascend_vllm
