@@ -72,7 +72,8 @@ class ByteLanes : public ByteRows {
     write(part);
   }
 
-  static constexpr float kMostWeight = 65535.0f;
+  // of 16 bits, less than 65,535 by what exp2_coarse may be too large
+  static constexpr float kMostWeight = 65500.0f;
 
   static __m512i without_sign(__m512i bytes) { return _mm512_xor_si512(bytes, _mm512_set1_epi8(-128)); }
   static __m512i set1_quad(const int8_t* p) {

@@ -48,8 +48,8 @@ class RowWeights : protected DepthLanes<T> {
   // keys n … n+15, with the scales of values; before, start(powers) gets those of the greatest scores of the
   // tile, in lane i. Sets rescale_.
   template <int kRows, class Power, class Start, class Put>
-  [[gnu::always_inline]] void weigh_rows(int64_t tile, int64_t begin, int64_t end, Part part, const Power& power,
-                                    const Start& start, const Put& put) {
+  [[gnu::always_inline]] void weigh_rows(int64_t tile, int64_t begin, int64_t end, Part part,
+                                         const Power& power, const Start& start, const Put& put) {
     if (Base::sees_all(tile, begin, end)) {
       using First = std::integral_constant<int64_t, 0>;
       using Last = std::integral_constant<int64_t, kTileKeys>;

@@ -182,8 +182,9 @@ void run_panels(const Args& a, const Product& product, int64_t row, int64_t rows
   float* ups = sums + rows * kSizes.stride();
   for (int64_t panel = first; panel < first + count; panel += most) {
     const int64_t own = std::min(most, first + count - panel);
-    product.multiply(row, rows, panel, own, sums);
-    if (a.is_gated) product.multiply(row, rows, panel + half, own, ups);
+    const int64_t next = panel + own;
+    product.multiply(row, rows, panel, own, a.is_gated ? panel + half : next, sums);
+    if (a.is_gated) product.multiply(row, rows, panel + half, own, next, ups);
     write_sums<T>(out, a.bias, sums, ups, kSizes.stride(), row, rows, panel, own);
   }
 }
@@ -228,7 +229,7 @@ class QuantizedTask {
     run_panels<T>(a_, *this, row, rows, panel, panels);
   }
 
-  void multiply(int64_t row, int64_t rows, int64_t panel, int64_t panels, float* sums) const {
+  void multiply(int64_t row, int64_t rows, int64_t panel, int64_t panels, int64_t, float* sums) const {
 #ifdef ASCEND_VLLM_BYTE_DOTS
     if (a_.rounds_inputs) {
       const int8_t* x = reinterpret_cast<const int8_t*>(a_.workspace) + row * inputs_.stride;
@@ -287,13 +288,15 @@ class Int8Task {
     run_panels<T>(a_, *this, row, rows, panel, panels);
   }
 
-  void multiply(int64_t row, int64_t rows, int64_t panel, int64_t panels, float* sums) const {
+  // next: the panel that probably follows those.
+  void multiply(int64_t row, int64_t rows, int64_t panel, int64_t panels, [[maybe_unused]] int64_t next,
+                float* sums) const {
     constexpr int64_t kSize = sizeof(Int8Dot::Input);
     const int32_t* x = reinterpret_cast<const int32_t*>(inputs() + row * stride_);
 #ifdef __AMX_BF16__
     multiply_int8_in_tiles(a_, x, stride_ * kSize / 4, totals() + row, row, rows, panel, panels, sums);
 #else
-    multiply_int8(a_, x, stride_ * kSize / 4, totals() + row, row, rows, panel, panels, sums);
+    multiply_int8(a_, x, stride_ * kSize / 4, totals() + row, row, rows, panel, panels, next, sums);
 #endif
   }
 

@@ -21,6 +21,9 @@ constexpr int kInt8Rows = kLanes < 16 ? 5 : kHasByteDots ? 16 : 12;
 constexpr int kTallUnpackRows = kLanes == 16 ? 12 : 0;
 constexpr int kTallByteRows = kLanes == 16 && kHasByteDots ? 6 : 0;
 constexpr int kTallInt8Rows = kLanes == 16 && kHasByteDots ? 14 : 0;
+// Maximum rows of a product whose tiles of 8-bit numbers fetch what follows; with more of them panels stay in
+// the caches.
+constexpr int64_t kMostFetchingRows = 256;
 // How many codes, as words, are prefetched ahead of those of two panels.
 constexpr int64_t kTallAhead = 4096 / 4;
 
@@ -677,10 +680,11 @@ class Int8Results {
 };
 
 // sums[kRows][kPanels * 16 of kGroup * 16] = rows from `row` on by panels; x and totals are those of `row`.
+// following: a panel that is prefetched to the second cache.
 template <int kRows, int kPanels>
 __attribute__((noinline)) void multiply_int8_tile(const Int8LinearArgs& a, const int32_t* x, int64_t x_stride,
                                                   const int32_t* totals, int64_t row, int64_t panel,
-                                                  float* sums) {
+                                                  int64_t following, float* sums) {
   constexpr int kVectors = kPanels * kPanelInts;
   // sums of a row that do not wait for each other
   constexpr int kChains = kVectors > 1 || kRows >= 4 ? 1 : kRows == 1 ? 4 : 2;
@@ -695,8 +699,10 @@ __attribute__((noinline)) void multiply_int8_tile(const Int8LinearArgs& a, const
   }
   const int64_t words = (a.in_features + 3) / 4;
   const uint32_t* w = a.codes + panel * words * kPanel;
+  const uint32_t* then = a.codes + following * words * kPanel;
   const auto add = [&]<int kChain>(int64_t u, int64_t ahead) __attribute__((always_inline)) {
     VecI word[kVectors];
+    if constexpr (kPanels > 1) __builtin_prefetch(then + u * kPanel, 0, 2);
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       const uint32_t* own = w + (v / kPanelInts * words + u) * kPanel + v % kPanelInts * kLanes;
@@ -755,22 +761,29 @@ __attribute__((noinline)) void multiply_int8_tile(const Int8LinearArgs& a, const
 // Chooses the code for `rows` <= kRows rows.
 template <int kRows, int kPanels>
 inline void multiply_int8_rows(int64_t rows, const Int8LinearArgs& a, const int32_t* x, int64_t x_stride,
-                               const int32_t* totals, int64_t row, int64_t panel, float* sums) {
+                               const int32_t* totals, int64_t row, int64_t panel, int64_t following,
+                               float* sums) {
   if constexpr (kRows > 1) {
     if (rows < kRows) {
-      return multiply_int8_rows<kRows - 1, kPanels>(rows, a, x, x_stride, totals, row, panel, sums);
+      return multiply_int8_rows<kRows - 1, kPanels>(rows, a, x, x_stride, totals, row, panel, following, sums);
     }
   }
-  multiply_int8_tile<kRows, kPanels>(a, x, x_stride, totals, row, panel, sums);
+  multiply_int8_tile<kRows, kPanels>(a, x, x_stride, totals, row, panel, following, sums);
 }
 
-// sums[rows][kGroup * 16] = rows from `row` on by panels.
+// sums[rows][kGroup * 16] = rows from `row` on by panels. next: the panel that probably follows those. The
+// tiles of two panels fetch the two that follow, the first tile one of them and the others the other: memory
+// would have nothing to do while panels are read again.
 inline void multiply_int8(const Int8LinearArgs& a, const int32_t* x, int64_t x_stride, const int32_t* totals,
-                          int64_t row, int64_t rows, int64_t panel, int64_t panels, float* sums) {
+                          int64_t row, int64_t rows, int64_t panel, int64_t panels, int64_t next, float* sums) {
+  const int64_t all_panels = (a.out_features + kPanel - 1) / kPanel;
   for_tiles<kInt8Rows, kTallInt8Rows>(
       rows, panels, [&]<int kRows, int kPanels>(int64_t first, int64_t count, int64_t p) {
+        int64_t following = (p + 2 < panels ? panel + p + 2 : next) + (first == 0 ? 0 : 1);
+        if (count == rows || a.rows > kMostFetchingRows || following >= all_panels) following = panel + p;
         multiply_int8_rows<kRows, kPanels>(count, a, x + first * x_stride, x_stride, totals + first,
-                                           row + first, panel + p, sums + (first * kGroup + p) * kPanel);
+                                           row + first, panel + p, following,
+                                           sums + (first * kGroup + p) * kPanel);
       });
 }
 
