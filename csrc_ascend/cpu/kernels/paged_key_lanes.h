@@ -22,7 +22,8 @@ namespace {
 template <class T>
 class KeyLanes : private RowWeights<T> {
   using Base = RowWeights<T>;
-  using Base::blocks_, Base::fetch_, Base::rows_, Base::scale_, Base::scores_, Base::rescale_;
+  using Base::blocks_, Base::fetch_, Base::rows_, Base::scale_, Base::scores_, Base::rescale_,
+      Base::key_scales_;
   using Number = std::conditional_t<kHasPairDots, bfloat16, float>;  // of queries and weights
   static constexpr bool kIsWidened = !std::is_same_v<T, bfloat16>;
   static constexpr int64_t kRunKeys = 16;       // blocks are multiples of it
@@ -84,11 +85,11 @@ class KeyLanes : private RowWeights<T> {
     for (int64_t tile = round_down(key_begin, kTileKeys); tile < key_end; tile += kTileKeys) {
       const int64_t begin = max_of(key_begin - tile, 0), end = min_of(key_end - tile, kTileKeys);
       fetch_.start_after(tile);
+      Base::load_scales(tile, begin, end);
       for (int64_t n = round_down(begin, kPanels * kRunKeys); n < end; n += kPanels * kRunKeys) {
         transpose(tile, n, begin, end);
-        score<kRows>(tile, n, end);
+        score<kRows>(n);
       }
-      Base::load_scales(tile, begin, end);
       Base::template weigh_rows<kRows>(
           tile, begin, end, part, [](VecF t) { return kHasPairDots ? exp2_coarse(t) : exp2_negative(t); },
           [](VecF) {},
@@ -152,7 +153,7 @@ class KeyLanes : private RowWeights<T> {
 
   // The scores of the transposed keys, which begin with key n of the tile.
   template <int kRows>
-  void score(int64_t tile, int64_t n, int64_t end) {
+  void score(int64_t n) {
     VecF acc[kRows][kPanels];
     for (auto& of_row : acc) {
       for (VecF& sum : of_row) sum = set1(0.0f);
@@ -176,10 +177,8 @@ class KeyLanes : private RowWeights<T> {
 #pragma GCC unroll 2
     for (int p = 0; p < kPanels; ++p) {
       scales[p] = set1(scale_);
-      const int64_t first = n + p * kRunKeys;
       if constexpr (kIsWidened) {
-        if (blocks_.key_scales == nullptr || first >= end) continue;
-        scales[p] = scales[p] * load(blocks_.key_scales + blocks_.scale_offset(tile + first));
+        if (blocks_.key_scales != nullptr) scales[p] = scales[p] * load(key_scales_ + n + p * kRunKeys);
       }
     }
 #pragma GCC unroll 8
