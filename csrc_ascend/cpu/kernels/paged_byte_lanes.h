@@ -72,7 +72,7 @@ class ByteLanes : public ByteRows {
     write(part);
   }
 
-  // of 16 bits, less than 65,535 by what exp2_coarse may be too large
+  // the largest 16-bit weight: below 65,535, since exp2_coarse may give a little too much
   static constexpr float kMostWeight = 65500.0f;
 
   static __m512i without_sign(__m512i bytes) { return _mm512_xor_si512(bytes, _mm512_set1_epi8(-128)); }
@@ -140,7 +140,7 @@ class ByteLanes : public ByteRows {
     return reduce_max(greatest);
   }
 
-  // Sets the steps of weights of 16 bits whose largest, of each row, is at most in lane i of `largest`.
+  // Sets the step of each row's 16-bit weights. Lane i of `largest`: no weight of row i is larger.
   void set_steps(VecF largest) {
     // below, 1 / largest is infinite, and so little does not count
     const __mmask16 counts = _mm512_cmp_ps_mask(largest, set1(1e-30f), _CMP_GT_OQ);
