@@ -1,20 +1,22 @@
 """Weight files of a model directory, their tables of contents and their tensors.
 
 Opening a file only reads its table of contents, so that a broken checkpoint is found before any expensive work.
-Tensors are views of the mapped file, which is read when they are copied.
+Tensors are views of the mapped file, which is read when they are copied, or of what `direct_reader` has read.
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
+import errno
 import fnmatch
 import json
 import math
 import mmap
 import pathlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from ascend_vllm.config.model import LoadConfig
 from ascend_vllm.config.quantization import ADVICE
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.model_files import check_file, is_there, one_line, read_json, shown
+from ascend_vllm.models.direct_reader import DirectReader
 
 # files of trainers with the suffixes of weight files
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt")
@@ -45,6 +48,7 @@ class WeightFile(abc.ABC):
         shapes: shape of every tensor in it, by name, in the order of the file.
         dtypes: of those tensors whose dtype can be loaded.
         odd_dtypes: the dtype's name in the file, of those tensors that are not of a floating-point dtype.
+        past_cache: whether tensors are read past the system's file cache, if the format and the file system can.
     """
 
     # name of the format in messages
@@ -55,6 +59,7 @@ class WeightFile(abc.ABC):
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self.odd_dtypes: dict[str, str] = {}
+        self.past_cache = False
 
     @abc.abstractmethod
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -147,27 +152,51 @@ class SafetensorsFile(WeightFile):
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightFile.tensors`; those with a dtype that can be loaded."""
+        names = list(names)
+        for name in names:
+            self._check_size(name)
         try:
-            with self.path.open("rb") as file:
-                # private: writing to a tensor does not change the file
-                self._pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            with contextlib.closing(self._read_directly(names) if self.past_cache else self._map(names)) as parts:
+                for name in names:
+                    shape, dtype = self.shapes[name], self.dtypes[name]
+                    has_values = math.prod(shape) > 0
+                    values = torch.frombuffer(next(parts), dtype=dtype) if has_values else torch.empty(0, dtype=dtype)
+                    yield name, values.view(shape)
+                    self.release()
         except OSError as error:
             raise ModelLoadError(f"{self.path}: cannot be read: {error.strerror}") from error
-        for name in names:
-            tensor = self._view(name)
-            yield name, tensor
-            self.release()
+        except EOFError as error:
+            raise self.corrupt(error) from error
 
-    def _view(self, name: str) -> torch.Tensor:
-        """A tensor in the mapped file."""
-        shape, dtype = self.shapes[name], self.dtypes[name]
-        start, end = self._places[name]
-        count = math.prod(shape)
-        if end - start != count * dtype.itemsize:
+    def _check_size(self, name: str) -> None:
+        shape, (start, end) = self.shapes[name], self._places[name]
+        if end - start != math.prod(shape) * self.dtypes[name].itemsize:
             raise self.corrupt(f"tensor {name} of shape {shown(shape)} has {end - start} bytes")
-        if count == 0:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self._pages, dtype=dtype, count=count, offset=self._data_start + start).view(shape)
+
+    def _parts(self, names: Iterable[str]) -> list[tuple[int, int]]:
+        """Start and end in the file of those of the named tensors that have values."""
+        places = [self._places[name] for name in names]
+        return [(self._data_start + start, self._data_start + end) for start, end in places if start < end]
+
+    def _map(self, names: Iterable[str]) -> Generator[memoryview]:
+        """The bytes of the named tensors in the mapped file."""
+        with self.path.open("rb") as file:
+            # private: writing to a tensor does not change the file
+            self._pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        for start, end in self._parts(names):
+            yield memoryview(self._pages)[start:end]
+
+    def _read_directly(self, names: Iterable[str]) -> Generator[memoryview]:
+        """The bytes of the named tensors, past the file cache where the file system can."""
+        try:
+            reader = DirectReader(self.path, self._parts(names))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            yield from self._map(names)
+            return
+        with contextlib.closing(reader):
+            yield from reader
 
     def release(self) -> None:
         """See `WeightFile.release`: pages that were read, and their neighbours, count as memory of the process."""

@@ -1,8 +1,8 @@
 """Builds a model and fills it with weights.
 
 Names and shapes are first checked against the files' tables of contents. Then tensors are copied one by one from the
-mapped files, whose pages are given back at once, and a layer is packed as soon as its last tensor is loaded, which
-frees its loaded form: memory stays at the model's size.
+files, whose memory is given back at once, and a layer is packed as soon as its last tensor is loaded, which frees its
+loaded form: memory stays at the model's size.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from ascend_vllm.models.kv_scales import IGNORED, set_cache_formats
 from ascend_vllm.models.np_cache import open_np_cache
 from ascend_vllm.models.pooler import Pooler
 from ascend_vllm.models.registry import resolve_model_class
+from ascend_vllm.platforms.host import available_memory_bytes
 from ascend_vllm.platforms.weight_reserve import WeightReserve, taking_from
 
 logger = init_logger(__name__)
@@ -102,6 +103,9 @@ def load_model(
         else:
             model.ignored_weights = (*model.ignored_weights, *context.quant.ignored_weights, *IGNORED)
             _check_contents(model_config, model, files, unfilled.slots)
+            if context.parallel.world_size == 1 and not _fit_in_cache(files):
+                for file in files:
+                    file.past_cache = True
             _fill_from_files(model, files, unfilled, load_config.use_tqdm)
         unfilled.finish()
     set_cache_formats(model, model_config.num_layers, files, context)
@@ -248,6 +252,11 @@ def _check_tensor(file: WeightFile, name: str, shape: tuple[int, ...], slot: Wei
         raise ModelLoadError(f"{file.path}: tensor {name} has dtype {file.odd_dtypes[name]}, which is not supported")
     if not is_converted and found != wanted:
         raise ModelLoadError(f"{file.path}: tensor {name} has dtype {found}, but the model wants {wanted}")
+
+
+def _fit_in_cache(files: Sequence[WeightFile]) -> bool:
+    """Whether the system's file cache can hold the files beside weights of the same size."""
+    return 2 * sum(file.path.stat().st_size for file in files) < available_memory_bytes()
 
 
 def _fill_from_files(model: CausalLM, files: Sequence[WeightFile], unfilled: _Unfilled, use_tqdm: bool) -> None:

@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from ascend_vllm.config.model import LoadConfig
 from ascend_vllm.errors import ModelLoadError
 from ascend_vllm.layers.context import BuildContext
-from ascend_vllm.models import registry
+from ascend_vllm.models import checkpoint as checkpoint_module
+from ascend_vllm.models import loader, registry
+from ascend_vllm.models.direct_reader import DirectReader
 from ascend_vllm.models.loader import load_model
 from tests.models.paged_driver import PagedDriver, load, make_model_config, random_tokens
 from tests.tiny_models import VOCAB_SIZE, tiny_model
@@ -93,6 +95,25 @@ def test_files_of_any_name_load_without_an_index(checkpoint: pathlib.Path) -> No
     save_file({name: weights[name] for name in names[::2]}, checkpoint / "first.safetensors")
     save_file({name: weights[name] for name in names[1::2]}, checkpoint / "second.safetensors")
     assert torch.equal(_log_probs(str(checkpoint)), _log_probs(tiny_model("llama")))
+
+
+def test_files_too_large_for_the_file_cache_are_read_past_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tiny_model("qwen2")
+    mapped = _log_probs(directory)
+    made = []
+
+    class Counted(DirectReader):
+        def __init__(self, *args: Any) -> None:
+            made.append(self)
+            super().__init__(*args)
+
+    monkeypatch.setattr(checkpoint_module, "DirectReader", Counted)
+    assert torch.equal(_log_probs(directory), mapped)
+    assert not made
+    size = sum(path.stat().st_size for path in pathlib.Path(directory).glob("*.safetensors"))
+    monkeypatch.setattr(loader, "available_memory_bytes", lambda: 2 * size)
+    assert torch.equal(_log_probs(directory), mapped)
+    assert made
 
 
 def test_ignore_patterns_leave_files_out(checkpoint: pathlib.Path) -> None:
