@@ -19,6 +19,9 @@ namespace {
 class ByteLanes : public ByteRows {
   static constexpr int64_t kRunKeys = 16;  // blocks are multiples of it
   static constexpr int64_t kBytes = 64;    // of a vector
+  // Maximum rows for which two vectors share each factor that is loaded: two sums of each of them fit the
+  // registers.
+  static constexpr int kMostShared = 7;
 
  public:
   using DepthLanes<int8_t>::Fetch;
@@ -27,7 +30,8 @@ class ByteLanes : public ByteRows {
     return rows > 2 && rows <= kMaxDepthRows && supports(head_size);
   }
   static constexpr int64_t scratch_floats(int64_t head_size) {
-    return DepthLanes<int8_t>::scratch_floats(head_size) + kMaxDepthRows * head_size + kRunKeys * head_size / 4;
+    return DepthLanes<int8_t>::scratch_floats(head_size) + kMaxDepthRows * head_size +
+           2 * kRunKeys * head_size / 4;
   }
 
   // fetch: of the tiles that follow each tile.
@@ -52,10 +56,11 @@ class ByteLanes : public ByteRows {
     for (int64_t tile = round_down(key_begin, kTileKeys); tile < key_end; tile += kTileKeys) {
       const int64_t begin = max_of(key_begin - tile, 0), end = min_of(key_end - tile, kTileKeys);
       fetch_.start_after(tile);
-      for (int64_t n = round_down(begin, kRunKeys); n < end; n += kRunKeys) {
-        transpose(blocks_.key(tile + n));
-        score<kRows>(tile, n);
+      int64_t n = round_down(begin, kRunKeys);
+      if constexpr (kRows <= kMostShared) {
+        for (; n + kRunKeys < end; n += 2 * kRunKeys) score<kRows, 2>(tile, n);
       }
+      for (; n < end; n += kRunKeys) score<kRows, 1>(tile, n);
       const float greatest_scale = load_value_scales(tile, begin, end);
       weigh_rows<kRows>(
           tile, begin, end, part, [](VecF t) { return exp2_coarse(t); },
@@ -63,8 +68,7 @@ class ByteLanes : public ByteRows {
           [&](int64_t i, int64_t n, VecF weight) { store_weight(i, n, weight); });
       for (int64_t d = 0; d < size_; d += kDepths) {
         interleave_values(d, tile, begin, end);
-        // 8 rows of two vectors do not fit the registers
-        constexpr int kVecs = kRows <= 4 ? 2 : 1;
+        constexpr int kVecs = kRows <= kMostShared ? 2 : 1;
         for (int j = 0; j < 4; j += kVecs) add_values<kRows, kVecs>(out_ + d + j * kLanes, j, begin, end);
       }
       fetch_.rest();
@@ -76,51 +80,73 @@ class ByteLanes : public ByteRows {
   static constexpr float kMostWeight = 65500.0f;
 
   static __m512i without_sign(__m512i bytes) { return _mm512_xor_si512(bytes, _mm512_set1_epi8(-128)); }
+  // to += the dot products of four bytes of a, without a sign, and four of b. The intrinsic has GCC 12 copy all
+  // sums in each step of a loop, and store some.
+  static void add_dots(__m512i& to, __m512i a, __m512i b) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(to) : "v"(a), "v"(b));
+  }
   static __m512i set1_quad(const int8_t* p) {
     int32_t bits;
     __builtin_memcpy(&bits, p, sizeof bits);
     return _mm512_set1_epi32(bits);
   }
 
-  // Writes 16 keys to panel_.
-  void transpose(const int8_t* keys) {
+  // Writes 16 keys to a panel.
+  void transpose(const int8_t* keys, int8_t* panel) {
     for (int64_t d = 0; d < size_; d += 16) {
-      transpose_singles([&](int k) { return keys + k * size_ + d; },
-                        [&](int quad, __m512i v) {
-                          _mm512_store_si512(panel_ + (d + 4 * quad) * kRunKeys, without_sign(v));
-                        });
+      transpose_singles(
+          [&](int k) { return keys + k * size_ + d; },
+          [&](int quad, __m512i v) { _mm512_store_si512(panel + (d + 4 * quad) * kRunKeys, without_sign(v)); });
     }
   }
 
-  // The scores of the transposed keys, which begin with key n of the tile.
-  template <int kRows>
+  // The scores of keys n … n + 16 * kRuns - 1 of the tile.
+  template <int kRows, int kRuns>
   void score(int64_t tile, int64_t n) {
-    __m512i high[kRows], low[kRows];
-    for (int i = 0; i < kRows; ++i) {
-      high[i] = _mm512_setzero_si512();
-      low[i] = _mm512_set1_epi32(query_starts_[i]);
+    const int64_t panel_size = size_ * kRunKeys;
+    __m512i high[kRows][kRuns], low[kRows][kRuns];
+#pragma GCC unroll 2
+    for (int run = 0; run < kRuns; ++run) {
+      transpose(blocks_.key(tile + n + run * kRunKeys), panel_ + run * panel_size);
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) {
+        high[i][run] = _mm512_setzero_si512();
+        low[i][run] = _mm512_set1_epi32(query_starts_[i]);
+      }
     }
     for (int64_t d = 0; d < size_; d += 8) {
-      fetch_.some(2);
+      fetch_.some(2 * kRuns);
 #pragma GCC unroll 2
       for (int64_t quad = d; quad < d + 8; quad += 4) {
-        const __m512i keys = _mm512_load_si512(panel_ + quad * kRunKeys);
+        __m512i keys[kRuns];
+#pragma GCC unroll 2
+        for (int run = 0; run < kRuns; ++run) {
+          keys[run] = _mm512_load_si512(panel_ + run * panel_size + quad * kRunKeys);
+        }
         const int8_t* queries = query_bytes_ + quad * 16;
 #pragma GCC unroll 8
         for (int i = 0; i < kRows; ++i) {
-          high[i] = _mm512_dpbusd_epi32(high[i], keys, set1_quad(queries + 4 * i));
-          low[i] = _mm512_dpbusd_epi32(low[i], keys, set1_quad(queries + 4 * (kMaxDepthRows + i)));
+          const __m512i upper = set1_quad(queries + 4 * i);
+#pragma GCC unroll 2
+          for (int run = 0; run < kRuns; ++run) add_dots(high[i][run], keys[run], upper);
+          const __m512i lower = set1_quad(queries + 4 * (kMaxDepthRows + i));
+#pragma GCC unroll 2
+          for (int run = 0; run < kRuns; ++run) add_dots(low[i][run], keys[run], lower);
         }
       }
     }
-    VecF scale = set1(scale_);
-    if (blocks_.key_scales != nullptr) {
-      scale = scale * load(blocks_.key_scales + blocks_.scale_offset(tile + n));
-    }
+#pragma GCC unroll 2
+    for (int run = 0; run < kRuns; ++run) {
+      const int64_t key = n + run * kRunKeys;
+      VecF scale = set1(scale_);
+      if (blocks_.key_scales != nullptr) {
+        scale = scale * load(blocks_.key_scales + blocks_.scale_offset(tile + key));
+      }
 #pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) {
-      const __m512i exact = _mm512_add_epi32(_mm512_slli_epi32(high[i], 7), low[i]);
-      store(scores_ + i * kTileKeys + n, _mm512_cvtepi32_ps(exact) * (scale * set1(query_steps_[i])));
+      for (int i = 0; i < kRows; ++i) {
+        const __m512i exact = _mm512_add_epi32(_mm512_slli_epi32(high[i][run], 7), low[i][run]);
+        store(scores_ + i * kTileKeys + key, _mm512_cvtepi32_ps(exact) * (scale * set1(query_steps_[i])));
+      }
     }
   }
 
@@ -168,7 +194,9 @@ class ByteLanes : public ByteRows {
   void add_values(float* out, int j, int64_t begin, int64_t end) {
     constexpr int64_t kVec = kTileKeys / 4 * kBytes;
     __m512i high[kRows][kVecs], low[kRows][kVecs];
+#pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
       for (int v = 0; v < kVecs; ++v) high[i][v] = low[i][v] = _mm512_setzero_si512();
     }
     for (int64_t n = round_down(begin, 4); n < end; n += 4) {
@@ -181,10 +209,10 @@ class ByteLanes : public ByteRows {
       for (int i = 0; i < kRows; ++i) {
         const __m512i upper = set1_quad(weights + i * kTileKeys);
 #pragma GCC unroll 2
-        for (int v = 0; v < kVecs; ++v) high[i][v] = _mm512_dpbusd_epi32(high[i][v], upper, quads[v]);
+        for (int v = 0; v < kVecs; ++v) add_dots(high[i][v], upper, quads[v]);
         const __m512i lower = set1_quad(weights + (kMaxDepthRows + i) * kTileKeys);
 #pragma GCC unroll 2
-        for (int v = 0; v < kVecs; ++v) low[i][v] = _mm512_dpbusd_epi32(low[i][v], lower, quads[v]);
+        for (int v = 0; v < kVecs; ++v) add_dots(low[i][v], lower, quads[v]);
       }
     }
 #pragma GCC unroll 8
@@ -211,7 +239,7 @@ class ByteLanes : public ByteRows {
 
   const int64_t size_;
   float* const out_;     // [8, D], in the order of `interleave`
-  int8_t* const panel_;  // [D / 4, 16 keys, 4]
+  int8_t* const panel_;  // two of [D / 4, 16 keys, 4]
   alignas(64) float weight_factors_[kLanes];
   alignas(64) int8_t values_[kTileKeys * kDepths];
 };
