@@ -184,6 +184,8 @@ class SafetensorsFile(WeightFile):
             # private: writing to a tensor does not change the file
             self._pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         for start, end in self._parts(names):
+            if end > len(self._pages):
+                raise EOFError(f"the file ends before byte {end}")
             yield memoryview(self._pages)[start:end]
 
     def _read_directly(self, names: Iterable[str]) -> Generator[memoryview]:

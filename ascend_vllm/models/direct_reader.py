@@ -56,12 +56,12 @@ class DirectReader:
     def __init__(self, path: pathlib.Path, parts: Sequence[tuple[int, int]], ahead_bytes: int = _AHEAD_BYTES) -> None:
         if not hasattr(os, "O_DIRECT"):
             raise OSError(errno.EINVAL, "the system has no direct reads")
-        self._file = os.open(path, os.O_RDONLY | os.O_DIRECT)
         self._parts = parts
         largest = max((_aligned_up(end) - _aligned_down(start) for start, end in parts), default=0)
         self._memory = mmap.mmap(-1, max(ahead_bytes, largest), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         ask_for_huge_pages(self._memory)
         self._view = memoryview(self._memory)
+        self._file = os.open(path, os.O_RDONLY | os.O_DIRECT)
         try:
             # some file systems open a file, but cannot read it so
             self._read(0, 0, _ALIGNMENT)

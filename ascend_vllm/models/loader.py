@@ -2,7 +2,7 @@
 
 Names and shapes are first checked against the files' tables of contents. Then tensors are copied one by one from the
 files, whose memory is given back at once, and a layer is packed as soon as its last tensor is loaded, which frees its
-loaded form: memory stays at the model's size.
+loaded form: memory stays at the model's size, beside what is read ahead of files that the file cache cannot hold.
 """
 
 from __future__ import annotations

@@ -86,11 +86,12 @@ def test_tensors_are_the_same_past_the_cache(tmp_path):
         torch.testing.assert_close(tensor, _tensors()[name], rtol=0, atol=0)
 
 
-def test_a_file_cut_while_it_is_read_is_an_error(big_file, tmp_path):
+@pytest.mark.parametrize("past_cache", [False, True])
+def test_a_file_cut_while_it_is_read_is_an_error(tmp_path, past_cache):
     path = tmp_path / "model.safetensors"
     save_file(_tensors(), path)
     file = SafetensorsFile(path)
-    file.past_cache = True
+    file.past_cache = past_cache
     os.truncate(path, 1000)
     with pytest.raises(ModelLoadError, match=r"damaged or incomplete: the file ends before byte"):
         list(file.tensors(["a"]))

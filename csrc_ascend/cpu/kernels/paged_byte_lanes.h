@@ -19,8 +19,8 @@ namespace {
 class ByteLanes : public ByteRows {
   static constexpr int64_t kRunKeys = 16;  // blocks are multiples of it
   static constexpr int64_t kBytes = 64;    // of a vector
-  // Maximum rows for which two vectors share each factor that is loaded: two sums of each of them fit the
-  // registers.
+  // With at most so many rows each query or weight that is loaded multiplies two vectors: of each row and
+  // vector there are two sums, and no more of them fit the 32 registers.
   static constexpr int kMostShared = 7;
 
  public:
