@@ -31,8 +31,8 @@ Every figure here comes from a file in [benchmarks/results](../benchmarks/result
 the machine, the versions and the commands. Absolute figures change with the machine and with its neighbours, so both
 sides of a ratio are measured in turns in one run, and a ratio is one of medians. A limit is what the machine allows
 at most, by its read bandwidth and its peak of multiply-adds, both measured between the readings it stands beside.
-Results from a Zen 5 of commits before f6111eb (2026-11-29) have a peak of bf16 that was measured about 7% too low, and
-so limits of prompts and full batches that are too easily reached.
+Results from a Zen 5 of commits before f6111eb (2026-11-29) have a peak of bf16 that was measured about 7% too low,
+and so limits of prompts and full batches that are too easily reached.
 """
 
 HOW = """
